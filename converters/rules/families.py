@@ -1,0 +1,64 @@
+"""The supported families. A family is its entry here; dense decoders share the tensor names of `dense.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from converters.rules.facts import Family, ModelFacts, UnsupportedModelError, read_config, read_facts
+
+
+def _full_attention_only(config: Mapping[str, Any]) -> None:
+    sliding = [kind for kind in config.get("layer_types") or [] if kind != "full_attention"]
+    if sliding:
+        raise UnsupportedModelError(f"layer_types holds {sliding[0]!r}: only full_attention layers are supported")
+
+
+def _llama(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"qkv_bias": False, "qk_norm": False}
+
+
+def _qwen2(config: Mapping[str, Any]) -> dict[str, Any]:
+    _full_attention_only(config)
+    return {"qkv_bias": True, "qk_norm": False}
+
+
+def _qwen3(config: Mapping[str, Any]) -> dict[str, Any]:
+    _full_attention_only(config)
+    return {"qkv_bias": False, "qk_norm": True}
+
+
+_WINDOW = frozenset({"sliding_window", "max_window_layers", "layer_types"})  # without effect unless use_sliding_window
+
+FAMILIES: Mapping[str, Family] = {
+    family.name: family
+    for family in (
+        Family(
+            "llama",
+            ("LlamaForCausalLM",),
+            refused={"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1, "attention_dropout": 0.0},
+            ignored=frozenset(),
+            specialise=_llama,
+        ),
+        Family(
+            "qwen2",
+            ("Qwen2ForCausalLM",),
+            refused={"use_sliding_window": False, "attention_dropout": 0.0},
+            ignored=_WINDOW,
+            specialise=_qwen2,
+        ),
+        Family(
+            "qwen3",
+            ("Qwen3ForCausalLM",),
+            refused={"use_sliding_window": False, "attention_bias": False, "attention_dropout": 0.0},
+            ignored=_WINDOW,
+            specialise=_qwen3,
+        ),
+    )
+}
+
+
+def facts_of(model_path: str | Path) -> ModelFacts:
+    """ModelFacts of a HF directory; raises ValueError naming the file, family or field."""
+    return read_facts(read_config(model_path), FAMILIES)

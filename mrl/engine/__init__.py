@@ -1,0 +1,1 @@
+"""MegatronEngine: one role-neutral class that builds, runs and trains a sharded model."""

@@ -1,0 +1,1 @@
+"""From a HF config to a Megatron-Core GPTModel."""

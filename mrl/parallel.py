@@ -1,0 +1,74 @@
+"""ParallelLayout: how the world is cut, validated once; and the process groups that follow from it.
+
+This module alone touches torch.distributed's default group. The rank order is Megatron-Core's own (`tp-cp-ep-dp-pp`,
+tensor parallelism fastest), so coordinates are a closed form of the rank and need no communication.
+"""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Where a rank stands."""
+
+    dp: int
+    pp: int
+    tp: int
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """Tensor x pipeline x data parallelism over `world` ranks."""
+
+    world: int
+    tp: int = 1
+    pp: int = 1
+    sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        if self.world % (self.tp * self.pp):
+            raise ValueError(
+                f"world size {self.world} is not a multiple of tensor_model_parallel_size={self.tp} x "
+                f"pipeline_model_parallel_size={self.pp}; start {self.tp * self.pp} ranks or a multiple of it"
+            )
+
+    @property
+    def dp(self) -> int:
+        return self.world // (self.tp * self.pp)
+
+    def coordinates(self, rank: int) -> Coordinates:
+        tp = rank % self.tp
+        dp = rank // self.tp % self.dp
+        return Coordinates(dp=dp, pp=rank // (self.tp * self.dp), tp=tp)
+
+    def rank_of(self, dp: int, pp: int, tp: int) -> int:
+        return tp + self.tp * (dp + self.dp * pp)
+
+
+def initialise_distributed(backend: str, timeout_s: float = 1800.0) -> tuple[int, int]:
+    """Start the default process group from torchrun's environment; returns (rank, world size)."""
+    if not dist.is_initialized():
+        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
+    return dist.get_rank(), dist.get_world_size()
+
+
+def initialise_megatron(layout: ParallelLayout, seed: int) -> None:
+    """Build Megatron-Core's groups for `layout` and seed its random state. Call within `platform.megatron()`."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def destroy_megatron() -> None:
+    """Take Megatron-Core's groups down again, so that another layout can follow in the same process."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
