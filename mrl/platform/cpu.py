@@ -2,8 +2,8 @@
 
 Megatron-Core allocates with ``device="cuda"``, calls ``.cuda()`` and keeps its random state with ``torch.cuda``'s
 generators. `CpuPlatform.megatron()` is a context in which those calls answer for the CPU; it is entered only around
-Megatron-Core, never around vLLM, whose host code would pay for every intercepted torch call. What can be patched
-once without a cost (streams, events, generators, two collectives) is patched by `install`, at construction.
+Megatron-Core, never around vLLM, whose host code would pay for every intercepted torch call. Two collectives and
+Megatron-Core's own modules are patched once, by `install`, at construction.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
@@ -45,9 +46,13 @@ class CpuPlatform:
         return vllm_environment(kv_cache_gib)
 
     def prepare_vllm(self) -> None:
-        from mrl.platform.cpu_vllm import install_plain_linears
+        from mrl.platform.cpu_vllm import install_plain_linears, install_private_shared_memory
 
         install_plain_linears()
+        install_private_shared_memory()
+        # vLLM compiles a few small sampling functions even when it runs eagerly: seconds of C++ compilation at every
+        # start, for nothing on a CPU.
+        torch._dynamo.config.disable = True
 
     def synchronize(self) -> None:
         """CPU work is synchronous."""
@@ -61,8 +66,16 @@ class CpuPlatform:
 
 @contextlib.contextmanager
 def _megatron_on_cpu() -> Iterator[None]:
-    with _CudaMeansCpu():
-        yield
+    """torch.cuda answers for the CPU, in this context only: torch's own compiler (which vLLM uses) must not see it."""
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in _TORCH_CUDA]
+    for owner, name, value in _TORCH_CUDA:
+        setattr(owner, name, value)
+    try:
+        with _CudaMeansCpu():
+            yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
 
 
 def _is_cuda(device: object) -> bool:
@@ -135,41 +148,45 @@ class _OneGenerator:
         return torch.default_generator
 
 
-def install() -> None:
-    """Patch torch.cuda and Megatron-Core once per process; later calls change nothing."""
-    if torch.cuda.current_device is _current_device:
-        return
-    _patch_torch_cuda()
-    _patch_collectives()
-    _patch_megatron()
-
-
-def _current_device() -> torch.device:
-    return CPU
-
-
-def _patch_torch_cuda() -> None:
-    cuda: Any = torch.cuda
-    cuda.current_device = _current_device
-    cuda.set_device = lambda device: None
-    cuda.synchronize = lambda device=None: None
-    cuda.empty_cache = lambda: None
-    cuda.current_stream = lambda device=None: _InertStream()
-    cuda.default_stream = lambda device=None: _InertStream()
-    cuda.set_stream = lambda stream: None
-    cuda.stream = lambda stream: contextlib.nullcontext()
-    cuda.Stream = _InertStream
-    cuda.Event = _InertEvent
-    cuda.nvtx.range_push = lambda msg: None
-    cuda.nvtx.range_pop = lambda: None
+_TORCH_CUDA: list[tuple[Any, str, Any]] = [
+    (torch.cuda, "current_device", lambda: CPU),
+    (torch.cuda, "set_device", lambda device: None),
+    (torch.cuda, "synchronize", lambda device=None: None),
+    (torch.cuda, "empty_cache", lambda: None),
+    (torch.cuda, "current_stream", lambda device=None: _InertStream()),
+    (torch.cuda, "default_stream", lambda device=None: _InertStream()),
+    (torch.cuda, "set_stream", lambda stream: None),
+    (torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
+    (torch.cuda, "Stream", _InertStream),
+    (torch.cuda, "Event", _InertEvent),
+    (torch.cuda.nvtx, "range_push", lambda msg: None),
+    (torch.cuda.nvtx, "range_pop", lambda: None),
     # Random state: Megatron-Core forks "CUDA" generators per model-parallel rank; here they are the CPU's one.
-    for module in (cuda, cuda.random):
-        module.get_rng_state = lambda device=None: torch.get_rng_state()
-        module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
-        module.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
-    cuda.default_generators = _OneGenerator()
-    cuda._lazy_call = lambda function, **kwargs: function()
-    cuda._lazy_init = lambda: None
+    *(
+        (module, name, function)
+        for module in (torch.cuda, torch.cuda.random)
+        for name, function in (
+            ("get_rng_state", lambda device=None: torch.get_rng_state()),
+            ("set_rng_state", lambda state, device=None: torch.set_rng_state(state)),
+            ("manual_seed", lambda seed: torch.default_generator.manual_seed(seed)),
+        )
+    ),
+    (torch.cuda, "default_generators", _OneGenerator()),
+    (torch.cuda, "_lazy_call", lambda function, **kwargs: function()),
+    (torch.cuda, "_lazy_init", lambda: None),
+]
+"""What stands in for torch.cuda around Megatron-Core: (module, name, stand-in)."""
+
+
+def install() -> None:
+    """Patch Megatron-Core and two collectives once per process; later calls change nothing."""
+    import megatron.core.optimizer as mcore_optimizer
+
+    from mrl.platform.adamw import AdamW
+
+    if mcore_optimizer.Adam is not AdamW:
+        _patch_collectives()
+        _patch_megatron()
 
 
 def _patch_collectives() -> None:

@@ -1,0 +1,174 @@
+"""Executing a plan: local copies, and bounded point-to-point messages between ranks.
+
+Ranks talk in rounds: in round r, rank i sends to (i + r) mod W and receives from (i - r) mod W, one message each way a
+turn. Both ends of a pair cut their pieces into the same messages, because the cut depends only on what both know (the
+pieces' sizes and the bucket). A turn waits only for turns before it in (round, turn) order, which is the same order on
+every rank, so no cycle of waiting ranks can form, whether the backend matches messages eagerly (gloo) or in order
+(NCCL).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from converters.load import segment_view
+from mrl.bridge.plan import Piece, RankPlan
+
+Tensors = Callable[[str], Tensor]
+"""Parameter name -> its live storage, looked up at every execution."""
+
+
+@dataclass(frozen=True)
+class TransferStats:
+    """Counted from executed receives, not from the plan."""
+
+    bytes_received: int
+    messages_received: int
+    peak_staging_bytes: int
+
+
+def execute(
+    plan: RankPlan, source: Tensors, destination: Tensors, group: dist.ProcessGroup | None, bucket_bytes: int
+) -> TransferStats:
+    """Run a plan. Collective over `group`, in whose rank numbers the plan is written.
+
+    bucket_bytes bounds a staged message times two (one to send, one to receive), so that two turns in flight hold at
+    most two buckets. A message that is one contiguous box of the right dtype is neither packed nor unpacked.
+    """
+    with torch.no_grad():
+        _copy_locally(plan.local, source, destination)
+        world = dist.get_world_size(group)
+        staging = _Staging(2 * bucket_bytes)
+        received = messages = 0
+        in_flight: list[_Turn] = []  # two: one packs or unpacks while the other is on the wire
+        for to_send, to_receive in _turns(plan, world, bucket_bytes // 2):
+            if len(in_flight) == 2:
+                in_flight.pop(0).finish(staging)
+            turn = _Turn(to_send, to_receive, source, destination, staging, group)
+            in_flight.append(turn)
+            received += turn.receive_bytes
+            messages += turn.receive_bytes > 0
+        for turn in in_flight:
+            turn.finish(staging)
+    return TransferStats(received, messages, staging.peak)
+
+
+def _copy_locally(pieces: list[Piece], source: Tensors, destination: Tensors) -> None:
+    if pieces:
+        targets = [segment_view(destination(p.destination_parameter), p.destination) for p in pieces]
+        torch._foreach_copy_(targets, [segment_view(source(p.source_parameter), p.source) for p in pieces])
+
+
+_Message = tuple[int, list[Piece]]
+"""(peer, the boxes that the message carries)."""
+
+
+def _turns(plan: RankPlan, world: int, message_bytes: int) -> Iterator[tuple[_Message | None, _Message | None]]:
+    for offset in range(1, world):
+        target, origin = (plan.rank + offset) % world, (plan.rank - offset) % world
+        outgoing = messages_of(plan.sends.get(target, []), message_bytes)
+        incoming = messages_of(plan.receives.get(origin, []), message_bytes)
+        for turn in range(max(len(outgoing), len(incoming))):
+            yield (
+                (target, outgoing[turn]) if turn < len(outgoing) else None,
+                (origin, incoming[turn]) if turn < len(incoming) else None,
+            )
+
+
+def messages_of(pieces: list[Piece], limit: int) -> list[list[Piece]]:
+    """A pair's pieces, in order, as messages of at most `limit` bytes and one dtype each.
+
+    A box of at least a quarter of the limit travels alone, so that either end can skip the staging where the box is
+    contiguous for it.
+    """
+    messages: list[list[Piece]] = []
+    room = 0
+    for whole in pieces:
+        for piece in whole.split(limit):
+            alone = piece.nbytes * 4 >= limit
+            fits = bool(messages) and messages[-1][0].dtype == piece.dtype and piece.nbytes <= room
+            if alone or not fits:
+                messages.append([])
+                room = limit
+            messages[-1].append(piece)
+            room = 0 if alone else room - piece.nbytes
+    return messages
+
+
+class _Staging:
+    """Accounts for the packed messages in flight; the bound is an invariant, not a hope."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._held, self.peak = limit, 0, 0
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        buffer = torch.empty(numel, dtype=dtype, device=device)
+        self._held += buffer.nbytes
+        self.peak = max(self.peak, self._held)
+        assert self._held <= self._limit, f"{self._held} bytes staged, bound {self._limit}"
+        return buffer
+
+    def release(self, buffer: Tensor) -> None:
+        self._held -= buffer.nbytes
+
+
+class _Turn:
+    """One message out and one message in, posted together."""
+
+    def __init__(
+        self,
+        to_send: _Message | None,
+        to_receive: _Message | None,
+        source: Tensors,
+        destination: Tensors,
+        staging: _Staging,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self._staged: list[Tensor] = []
+        self._unpack: list[tuple[Tensor, Tensor]] = []
+        self.receive_bytes = 0
+        operations = []
+        if to_send is not None:
+            payload = self._payload(to_send[1], source, staging)
+            operations.append(dist.P2POp(dist.isend, payload, group=group, group_peer=to_send[0]))
+        if to_receive is not None:
+            target = self._target(to_receive[1], destination, staging)
+            self.receive_bytes = target.nbytes
+            operations.append(dist.P2POp(dist.irecv, target, group=group, group_peer=to_receive[0]))
+        self._requests = dist.batch_isend_irecv(operations)
+
+    def _payload(self, pieces: list[Piece], source: Tensors, staging: _Staging) -> Tensor:
+        dtype: torch.dtype = getattr(torch, pieces[0].dtype)
+        views = [segment_view(source(piece.source_parameter), piece.source) for piece in pieces]
+        if len(views) == 1 and views[0].is_contiguous() and views[0].dtype == dtype:
+            return views[0].view(-1)
+        parts = self._stage(views, dtype, staging)
+        torch._foreach_copy_(parts, views)
+        return self._staged[-1]
+
+    def _target(self, pieces: list[Piece], destination: Tensors, staging: _Staging) -> Tensor:
+        views = [segment_view(destination(piece.destination_parameter), piece.destination) for piece in pieces]
+        if len(views) == 1 and views[0].is_contiguous():
+            return views[0].view(-1)
+        self._unpack = list(zip(views, self._stage(views, views[0].dtype, staging), strict=True))
+        return self._staged[-1]
+
+    def _stage(self, views: list[Tensor], dtype: torch.dtype, staging: _Staging) -> list[Tensor]:
+        """A flat buffer for `views`, and its parts in their shapes."""
+        sizes = [view.numel() for view in views]
+        buffer = staging.take(sum(sizes), dtype, views[0].device)
+        self._staged.append(buffer)
+        return [part.view(view.shape) for part, view in zip(buffer.split(sizes), views, strict=True)]
+
+    def finish(self, staging: _Staging) -> None:
+        for request in self._requests:
+            request.wait()
+        if self._unpack:
+            torch._foreach_copy_([view for view, _ in self._unpack], [part for _, part in self._unpack])
+        for buffer in self._staged:
+            staging.release(buffer)
