@@ -8,7 +8,7 @@ importance weights), critic_weights, actor_weights, synced.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Literal, Protocol
 
 from mrl.config.schema import RunConfig
 from mrl.dataflow import Context, Stage
@@ -31,7 +31,9 @@ class Work(Protocol):
     def sync(self, context: Context) -> None: ...
 
 
-def _stage(run: Callable[[Context], None], reads: str, writes: str, device: str = "device") -> Stage:
+def _stage(
+    run: Callable[[Context], None], reads: str, writes: str, device: Literal["device", "host"] = "device"
+) -> Stage:
     return Stage(
         name=run.__name__, reads=frozenset(reads.split()), writes=frozenset(writes.split()), run=run, device=device
     )

@@ -58,9 +58,10 @@ class Learner:
 
     # Forward passes
 
-    def old_log_probs(self, sequences: Sequences) -> Tensor:
-        """Log-probs of the rolled-out tokens under the actor, [B, R] fp32."""
-        return self._score(self.actor, sequences, self.config.actor.ppo_max_token_len_per_gpu)["log_probs"]
+    def old_log_probs(self, sequences: Sequences, temperature: float | None = None) -> Tensor:
+        """Log-probs of the response tokens under the actor, [B, R] fp32; at the rollout's temperature where None."""
+        budget = self.config.actor.ppo_max_token_len_per_gpu
+        return self._score(self.actor, sequences, budget, temperature)["log_probs"]
 
     def ref_log_probs(self, sequences: Sequences) -> Tensor:
         assert self.ref is not None
@@ -71,9 +72,12 @@ class Learner:
         assert self.critic is not None
         return self._score(self.critic, sequences, _set(self.config.critic.ppo_max_token_len_per_gpu))["values"]
 
-    def _score(self, engine: MegatronEngine, sequences: Sequences, max_tokens: int) -> dict[str, Tensor]:
+    def _score(
+        self, engine: MegatronEngine, sequences: Sequences, max_tokens: int, temperature: float | None = None
+    ) -> dict[str, Tensor]:
         everyone = range(sequences.shape[0])
-        return engine.score(self._micro_batches(sequences, everyone, sequences.mask, max_tokens), sequences.shape)
+        micro_batches = self._micro_batches(sequences, everyone, sequences.mask, max_tokens)
+        return engine.score(micro_batches, sequences.shape, temperature)
 
     def _micro_batches(
         self, sequences: Sequences, samples: Sequence[int], mask: Tensor, max_tokens: int

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 KlEstimator = Literal["k1", "k2", "k3", "abs"]
@@ -22,7 +23,7 @@ KlEstimator = Literal["k1", "k2", "k3", "abs"]
 class Section(BaseModel):
     """Base of every section: strict types, no unknown keys, immutable once validated."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 class ModelSection(Section):
@@ -52,8 +53,8 @@ class ParallelSection(Section):
 class OptimSection(Section):
     """Adam with decoupled weight decay; the schedule counts optimizer steps."""
 
-    lr: PositiveFloat
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    lr: PositiveFloat = 1e-6
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.0
     clip_grad: NonNegativeFloat = 1.0
@@ -63,8 +64,12 @@ class OptimSection(Section):
     min_lr_ratio: Fraction = 0.0
 
 
+class CriticOptimSection(OptimSection):
+    lr: PositiveFloat = 1e-5
+
+
 class ActorSection(Section):
-    optim: OptimSection = OptimSection(lr=1e-6)
+    optim: OptimSection = OptimSection()
     ppo_mini_batch_size: Positive = 64
     """Prompts per optimizer step (times rollout.n samples)."""
     ppo_epochs: Positive = 1
@@ -79,9 +84,9 @@ class ActorSection(Section):
     """False for ppo, True for grpo where null."""
     kl_loss_coef: NonNegativeFloat = 0.001
     kl_loss_type: KlEstimator = "k3"
-    loss_agg_mode: Literal[
-        "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
-    ] = "token-mean"
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = (
+        "token-mean"
+    )
     target_kl: PositiveFloat | None = None
     """Stops the epochs of one rollout batch early once mean k1(old, new) exceeds it."""
 
@@ -89,7 +94,7 @@ class ActorSection(Section):
 class CriticSection(Section):
     path: str | None = None
     """HuggingFace directory the critic's trunk starts from; the actor's where null."""
-    optim: OptimSection = OptimSection(lr=1e-5)
+    optim: CriticOptimSection = CriticOptimSection()
     ppo_mini_batch_size: Positive | None = None
     """The actor's where null."""
     ppo_epochs: Positive | None = None
@@ -108,7 +113,7 @@ class RewardSection(Section):
     function: str
     """`path/to/file.py:function_name`, or a built-in: `exact_match`, `regex_match`, `contains`."""
     style: Literal["sample", "batch"] = "sample"
-    """`sample` calls compute_score(...) once a sample, `batch` calls fn(prompts, completions, **columns) once a group."""
+    """`sample` calls compute_score(...) once a sample, `batch` fn(prompts, completions, **columns) once a group."""
     kwargs: dict[str, Any] = {}
     """Extra keyword arguments passed to the function."""
     num_workers: Positive = 1

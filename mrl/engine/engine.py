@@ -143,9 +143,14 @@ class MegatronEngine:
     # Running
 
     @torch.no_grad()
-    def score(self, micro_batches: Sequence[MicroBatch], shape: tuple[int, int]) -> dict[str, Tensor]:
-        """Forward only: {log_probs, entropy} or {values}, each [B, R] fp32 on the CPU of every rank, 0 where not scored."""
-        results = self._run(micro_batches, _collect, forward_only=True)
+    def score(
+        self, micro_batches: Sequence[MicroBatch], shape: tuple[int, int], temperature: float | None = None
+    ) -> dict[str, Tensor]:
+        """Forward only: {log_probs, entropy} or {values}, each [B, R] fp32 on the CPU of every rank, 0 where not scored.
+
+        temperature: the engine's own where None.
+        """
+        results = self._run(micro_batches, _collect, forward_only=True, temperature=temperature)
         names = ("values",) if self.options.head == "value" else ("log_probs", "entropy")
         flat = torch.zeros(len(names), shape[0] * shape[1], device=self.platform.device)
         if self._speaks():
@@ -179,11 +184,18 @@ class MegatronEngine:
         at = self.layout.coordinates(self.rank)
         return at.pp == self.layout.pp - 1 and at.tp == 0
 
-    def _run(self, micro_batches: Sequence[MicroBatch], finish: Callable[..., Any], forward_only: bool) -> list[Any]:
+    def _run(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        finish: Callable[..., Any],
+        forward_only: bool,
+        temperature: float | None = None,
+    ) -> list[Any]:
+        temperature = self.options.temperature if temperature is None else temperature
         with self.platform.megatron():
             self._chunk.train(not forward_only)
             return self._forward_backward(
-                forward_step_func=partial(self._forward_step, finish),
+                forward_step_func=partial(self._forward_step, finish, temperature),
                 data_iterator=iter(micro_batches),
                 model=[self._chunk],
                 num_microbatches=len(micro_batches),
@@ -193,7 +205,9 @@ class MegatronEngine:
                 collect_non_loss_data=forward_only,
             )
 
-    def _forward_step(self, finish: Callable[..., Any], data: Any, chunk: torch.nn.Module) -> tuple[Tensor, Any]:
+    def _forward_step(
+        self, finish: Callable[..., Any], temperature: float, data: Any, chunk: torch.nn.Module
+    ) -> tuple[Tensor, Any]:
         micro: MicroBatch = next(data).to(self.platform.device)
         packed = PackedSeqParams(
             qkv_format="thd",
@@ -210,11 +224,11 @@ class MegatronEngine:
         )
 
         def after_last_stage(hidden_T1H: Tensor, **kwargs: Any) -> Any:
-            return finish(self._head(hidden_T1H, micro), micro)
+            return finish(self._head(hidden_T1H, micro, temperature), micro)
 
         return hidden, after_last_stage
 
-    def _head(self, hidden_T1H: Tensor, micro: MicroBatch) -> HeadOutput:
+    def _head(self, hidden_T1H: Tensor, micro: MicroBatch, temperature: float) -> HeadOutput:
         sharded = self.layout.sequence_parallel
         if self.options.head == "value":
             values = self._model.output_layer(hidden_T1H.squeeze(1))
@@ -233,7 +247,7 @@ class MegatronEngine:
             micro.targets,
             first_row,
             valid_rows,
-            self.options.temperature,
+            temperature,
             parallel_state.get_tensor_model_parallel_group(),
         )
         return HeadOutput(log_probs=log_probs, entropy=entropy)

@@ -35,7 +35,8 @@ class RolloutEngine:
     """vLLM under mrl's own process group.
 
     Every rank of a replica calls `generate` with the same prompts in the same order; requests are added in that order
-    and each has its own seed, so the ranks take the same decisions without talking about them.
+    and each has its own seed, so the ranks take the same decisions without talking about them. `before_build` runs
+    between vLLM's import and the building of its model (the bridge registers its loader there).
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class RolloutEngine:
         seed: int,
         load_format: str,
         loader_config: dict[str, Any],
+        before_build: Callable[[], None],
         trust_remote_code: bool = False,
     ) -> None:
         os.environ.update(platform.vllm_environment(section.kv_cache_gib))
@@ -57,6 +59,7 @@ class RolloutEngine:
         from vllm.sampling_params import RequestOutputKind
 
         platform.prepare_vllm()
+        before_build()
         self._section, self._seed = section, seed
         self._max_response_length = max_response_length
         self._eos = list(eos_token_ids)

@@ -27,7 +27,7 @@ def body(behaviour: str, run_dir: Path, rank: int) -> int:
         case "silent" if fails:
             os._exit(7)
         case "sigkill" if fails:
-            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", str(run_dir)])
             os.kill(os.getpid(), signal.SIGKILL)
         case "segfault" if fails:
             os.kill(os.getpid(), signal.SIGSEGV)

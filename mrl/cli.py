@@ -1,0 +1,223 @@
+"""The `mrl` command. Imports lazily: `mrl --help` needs neither pydantic nor torch."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from mrl.config.schema import RunConfig
+    from mrl.preflight import Preflight
+
+SPEAK_DELAY_S = 2.0
+"""Under torchrun all ranks find the same mistake; rank 0 speaks first, and torchrun then ends the others."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, exit code 2."""
+        self.exit(2, f"mrl: error: {message}; see {self.prog} --help\n")
+
+
+@dataclass(frozen=True)
+class Torchrun:
+    """What torchrun told this process."""
+
+    rank: int
+    world_size: int
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit code: 0, 2 for a user's mistake, 130 for Ctrl-C, 1 otherwise."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    # argparse takes positionals in one piece; overrides may also stand after an option.
+    arguments.overrides += [item for item in rest if not item.startswith("-")]
+    if unknown := [item for item in rest if item.startswith("-")]:
+        parser.error(f"unknown option {unknown[0]}")
+    try:
+        return {"train": _train, "check": _check}[arguments.command](arguments)
+    except ValueError as error:
+        torchrun = _torchrun()
+        if torchrun is not None and torchrun.rank > 0:
+            time.sleep(SPEAK_DELAY_S)
+        if arguments.traceback:
+            traceback.print_exception(error)
+        for line in str(error).splitlines():
+            print(f"mrl: error: {line}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("mrl: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `mrl check ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="mrl", description="RL post-training of LLMs on Megatron-Core and vLLM.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    train = commands.add_parser("train", help="train; starts its own processes unless torchrun started this one")
+    check = commands.add_parser("check", help="check a configuration and print what it resolves to")
+    for command in (train, check):
+        command.add_argument("config", metavar="CONFIG", help="YAML file")
+        command.add_argument("overrides", metavar="SECTION.KEY=VALUE", nargs="*", help="values that win over the file")
+        command.add_argument("--nproc", type=int, metavar="N", help="processes on this machine")
+        command.add_argument("--traceback", action="store_true", help="show the Python traceback of an error")
+    train.add_argument("--overwrite", action="store_true", help="replace an earlier run in the run directory")
+    train.add_argument("--prepared-run-dir", metavar="DIR", help=argparse.SUPPRESS)
+    check.add_argument("--graph", action="store_true", help="print the stages of a step and what they read and write")
+    return parser
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    torchrun = _torchrun()
+    if torchrun is None:
+        return _start(arguments)
+    if arguments.prepared_run_dir is not None:
+        return _work_for_launcher(arguments, torchrun)
+    return _work_under_torchrun(arguments, torchrun)
+
+
+def _start(arguments: argparse.Namespace) -> int:
+    """Check everything, prepare the run directory and start the ranks."""
+    from mrl.preflight import preflight
+    from mrl.rundir import prepare_run_dir
+
+    ready = preflight(arguments.config, _overrides(arguments), overwrite=arguments.overwrite)
+    _print_warnings(ready)
+    config, run_dir = ready.config, ready.run_dir
+    prepare_run_dir(run_dir, config, arguments.overwrite or config.trainer.overwrite, ready.inputs)
+    nproc = config.trainer.nproc_per_node
+    print(f"mrl: {nproc} processes, writing to {run_dir} (logs in {run_dir / 'logs'})", file=sys.stderr, flush=True)
+
+    from mrl.launch import launch, report
+
+    worker = ["-m", "mrl", "train", arguments.config, "--prepared-run-dir", str(run_dir)]
+    status = launch([*worker, *(["--traceback"] if arguments.traceback else [])], nproc, run_dir)
+    report(status, sys.stderr)
+    return status.exit_code
+
+
+def _work_for_launcher(arguments: argparse.Namespace, torchrun: Torchrun) -> int:
+    """A rank that `mrl train` started, which has checked everything and written down what it resolved to."""
+    from mrl.launch import end_with_parent, run_rank
+
+    end_with_parent()
+    run_dir = Path(arguments.prepared_run_dir)
+
+    def body() -> int:
+        from mrl.config.load import load_config
+        from mrl.rundir import RESOLVED
+        from mrl.trainer import run_worker
+
+        return run_worker(load_config(run_dir / RESOLVED), Path(arguments.config), run_dir, arguments.traceback)
+
+    return run_rank(run_dir, torchrun.rank, body, show_traceback=arguments.traceback, speak=False)
+
+
+def _work_under_torchrun(arguments: argparse.Namespace, torchrun: Torchrun) -> int:
+    """A rank that torchrun started: every rank checks, rank 0 prepares the run directory."""
+    from mrl.launch import run_rank
+    from mrl.preflight import preflight
+
+    ready = preflight(arguments.config, _overrides(arguments), world_size=torchrun.world_size, read_data=False)
+    if torchrun.rank == 0:
+        _print_warnings(ready)
+    store = _prepare_together(ready, arguments.overwrite, torchrun.rank)
+
+    def body() -> int:
+        from mrl.trainer import run_worker
+
+        return run_worker(ready.config, Path(arguments.config), ready.run_dir, arguments.traceback)
+
+    code = run_rank(ready.run_dir, torchrun.rank, body, show_traceback=arguments.traceback, speak=True)
+    del store  # rank 0 may be its server, so it lives as long as the job
+    return code
+
+
+def _prepare_together(ready: Preflight, overwrite: bool, rank: int) -> object:
+    """Rank 0 prepares the run directory, the others wait for it; ValueError on all ranks where it may not.
+
+    Returns torchrun's store.
+    """
+    from torch.distributed.rendezvous import rendezvous
+
+    from mrl.rundir import prepare_run_dir
+
+    store, _, _ = next(iter(rendezvous("env://")))
+    key = "mrl/run_dir"
+    if rank == 0:
+        try:
+            prepare_run_dir(ready.run_dir, ready.config, overwrite or ready.config.trainer.overwrite, ready.inputs)
+        except ValueError as error:
+            store.set(key, str(error))
+            raise
+        store.set(key, "")
+    elif message := store.get(key).decode():
+        raise ValueError(message)
+    (ready.run_dir / "logs").mkdir(parents=True, exist_ok=True)  # on another node the file system may be another
+    return store
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from mrl.config.load import dump_config
+    from mrl.config.rules import batch_arithmetic
+    from mrl.preflight import preflight
+
+    ready = preflight(arguments.config, _overrides(arguments))
+    _print_warnings(ready)
+    config = ready.config
+    if arguments.graph:
+        from mrl.algorithms import graph_lines
+
+        print("\n".join(graph_lines(config)))
+        return 0
+    world = config.trainer.nproc_per_node
+    print(dump_config(config))
+    rows = [*batch_arithmetic(config, world), ("run directory", str(ready.run_dir))]
+    width = max(len(label) for label, _ in rows)
+    print("\n".join(f"{label:<{width}}  {value}" for label, value in rows))
+    print()
+    print("\n".join(_layout_lines(config, world)))
+    return 0
+
+
+def _layout_lines(config: RunConfig, world: int) -> list[str]:
+    """A row for each rank: where it stands in training and in the rollout."""
+    from mrl.parallel import ParallelLayout
+
+    layout = ParallelLayout(
+        world, config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
+    )
+    rollout_tp = config.rollout.tensor_model_parallel_size
+    lines = ["rank   dp  pp  tp   rollout replica  rollout tp"]
+    for rank in range(world):
+        at = layout.coordinates(rank)
+        replica, tp = divmod(rank, rollout_tp)
+        lines.append(f"{rank:>4}  {at.dp:>3} {at.pp:>3} {at.tp:>3}  {replica:>16}  {tp:>10}")
+    return lines
+
+
+def _overrides(arguments: argparse.Namespace) -> list[str]:
+    nproc = [] if arguments.nproc is None else [f"trainer.nproc_per_node={arguments.nproc}"]
+    return [*arguments.overrides, *nproc]
+
+
+def _torchrun() -> Torchrun | None:
+    """torchrun's word to this process, None where it did not start it."""
+    if {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys():
+        return Torchrun(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    return None
+
+
+def _print_warnings(ready: Preflight) -> None:
+    for line in ready.warnings:
+        print(f"mrl: warning: {line}", file=sys.stderr)

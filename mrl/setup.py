@@ -1,0 +1,272 @@
+"""Building the parts of a run on one rank, in the order in which they need each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from converters.export import export_hf
+from converters.rules.dense import hf_tensor_shapes
+from converters.rules.facts import ModelFacts
+from converters.rules.families import facts_of
+from mrl.bridge.sync import WeightBridge
+from mrl.bridge.vllm_layout import HF_SHAPES, LOAD_FORMAT, prove_by_read_back, register_traced_loader, vllm_parameters
+from mrl.config.schema import OptimSection, RunConfig
+from mrl.data.prompts import EncodedPrompt, encode_prompts, read_prompts
+from mrl.data.tokenizer import TokenizerFacts, load_tokenizer, read_tokenizer_facts
+from mrl.engine.engine import EngineOptions, MegatronEngine
+from mrl.learner import Learner, Sequences
+from mrl.models.rope import Rope, read_rope
+from mrl.parallel import ParallelLayout, initialise_megatron
+from mrl.platform import Platform
+from mrl.rewards.scorer import RewardScorer
+from mrl.rl.kl import build_kl_controller
+from mrl.rollout.engine import RolloutEngine
+from mrl.stages import Stages
+
+GATES = {"float32": 1.0001, "bfloat16": 1.02}
+"""mean(exp |d log p|) that rollout and trainer may differ by on the first sync (NUMERICS)."""
+
+
+@dataclass
+class Parts:
+    """What a trainer drives."""
+
+    rank: int
+    world: int
+    layout: ParallelLayout
+    facts: ModelFacts
+    tokenizer: Any
+    prompts: list[EncodedPrompt]
+    learner: Learner
+    rollout: RolloutEngine
+    stages: Stages
+    scorer: RewardScorer | None
+    host_group: dist.ProcessGroup
+    platform: Platform
+    model_path: Path
+
+    def export(self, target: Path) -> None:
+        """Write the actor as a HF directory. Collective."""
+        actor = self.learner.actor
+        export_hf(
+            self.model_path,
+            target,
+            hf_tensor_shapes(self.facts),
+            {rank: actor.layout_of(rank) for rank in range(self.world)},
+            actor.parameters(),
+            dist.group.WORLD,
+            actor.options.dtype,
+            self.platform.device,
+        )
+
+    def check_behaviour(self) -> None:
+        """After the first sync vLLM must compute the actor's function: prompt log-probs on fixed tokens agree.
+
+        Catches what no layout can show: a copy of the weights that vLLM made elsewhere. Raises ValueError.
+        """
+        tokens = self._fixed_tokens()
+        sequences = Sequences(
+            [tokens[:1]],
+            tokens[None, 1:],
+            torch.tensor([len(tokens) - 1]),
+            torch.ones(1, len(tokens) - 1, dtype=torch.bool),
+        )
+        ours = self.learner.old_log_probs(sequences, temperature=1.0)[0]
+        theirs = torch.tensor(self.rollout.prompt_log_probs(tokens.tolist()))
+        self.rollout.reset_prefix_cache()
+        mismatch = float((ours - theirs).abs().exp().mean())
+        worst = torch.tensor(mismatch, dtype=torch.float64)
+        dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.host_group)
+        gate = GATES[max((self.learner.config.model.dtype, str(self.learner.config.rollout.dtype)), key=GATES.__getitem__)]
+        if not float(worst) < gate:
+            raise ValueError(
+                f"after the first weight sync vLLM's log-probs differ from the trainer's: mean exp|dlogp| is "
+                f"{float(worst):.5f}, allowed below {gate}; this vLLM build computes from other weights than its parameters"
+            )
+
+    def _fixed_tokens(self) -> Tensor:
+        length = min(64, self.learner.config.data.max_prompt_length)
+        generator = torch.Generator().manual_seed(64)
+        return torch.randint(0, self.facts.vocab_size, (max(2, length),), generator=generator)
+
+    def close(self) -> None:
+        if self.scorer is not None:
+            self.scorer.close()
+
+
+def build_parts(
+    config: RunConfig, run_dir: Path, platform: Platform, rank: int, world: int, phase: Callable[[str], None]
+) -> Parts:
+    """Everything but the loop. Collective; raises ValueError for what a user did."""
+    host_group = dist.new_group(backend="gloo")
+    model_path = _model_path(config, run_dir, rank, host_group)
+    facts = facts_of(model_path)
+    tokenizer = load_tokenizer(model_path, config.model.trust_remote_code)
+    tokenizer_facts = read_tokenizer_facts(model_path, tokenizer)
+    prompts = _read_prompts(config, tokenizer)
+    scorer = _scorer(config, rank)
+
+    parallel = config.parallel
+    layout = ParallelLayout(
+        world,
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        sequence_parallel=parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1,
+    )
+    phase("building the models")
+    with platform.megatron():
+        initialise_megatron(layout, config.trainer.seed)
+    rope = read_rope(model_path, config.data.max_prompt_length + config.data.max_response_length)
+    learner = _build_learner(config, facts, layout, rank, rope, platform, model_path, host_group)
+
+    phase("starting vLLM")
+    rollout, bridge = _build_rollout(config, facts, platform, model_path, tokenizer_facts, learner.actor, world)
+    control = config.algorithm.kl_ctrl
+    stages = Stages(
+        config,
+        rank,
+        world,
+        tokenizer,
+        learner,
+        rollout,
+        scorer,
+        bridge,
+        build_kl_controller(control.type, control.kl_coef, control.target_kl_per_token, control.horizon),
+        rollout_group=host_group,
+        reward_group=dist.new_group(backend="gloo"),
+        replica_group=_replica_group(rank, world, config.rollout.tensor_model_parallel_size),
+    )
+    return Parts(
+        rank, world, layout, facts, tokenizer, prompts, learner, rollout, stages, scorer, host_group, platform, model_path
+    )
+
+
+def _model_path(config: RunConfig, run_dir: Path, rank: int, group: dist.ProcessGroup) -> Path:
+    """The directory to load from; with model.init=random rank 0 first writes one drawn from trainer.seed."""
+    source = Path(config.model.path)
+    if config.model.init == "pretrained":
+        return source
+    target = run_dir / "init"
+    if rank == 0:
+        from mrl.random_init import write_random_model
+
+        write_random_model(source, target, config.trainer.seed)
+    dist.barrier(group)
+    return target
+
+
+def _read_prompts(config: RunConfig, tokenizer: Any) -> list[EncodedPrompt]:
+    data = config.data
+    encoded = encode_prompts(
+        read_prompts(config.prompt_files(), data.prompt_key),
+        tokenizer,
+        data.max_prompt_length,
+        filter_overlong=data.filter_overlong_prompts,
+        apply_chat_template=data.apply_chat_template,
+    )
+    return encoded.prompts
+
+
+def _scorer(config: RunConfig, rank: int) -> RewardScorer | None:
+    """Each sample is scored once, on TP rank 0 of its replica."""
+    if rank % config.rollout.tensor_model_parallel_size:
+        return None
+    reward = config.reward
+    return RewardScorer(
+        reward.function,
+        style=reward.style,
+        kwargs=reward.kwargs,
+        num_workers=reward.num_workers,
+        timeout_s=reward.timeout_s,
+        on_error=reward.on_error,
+        group_size=config.rollout.n,
+    )
+
+
+def _build_learner(
+    config: RunConfig,
+    facts: ModelFacts,
+    layout: ParallelLayout,
+    rank: int,
+    rope: Rope,
+    platform: Platform,
+    model_path: Path,
+    host_group: dist.ProcessGroup,
+) -> Learner:
+    def engine(head: Any, optim: OptimSection | None, path: Path, steps: int) -> MegatronEngine:
+        options = EngineOptions(
+            head=head,
+            dtype=getattr(torch, config.model.dtype),
+            temperature=config.rollout.temperature,
+            recompute=config.model.recompute if optim is not None else "none",
+            overlap_grad_reduce=config.parallel.overlap_grad_reduce,
+            optim=optim,
+            total_steps=steps,
+        )
+        built = MegatronEngine(facts_of(path), layout, rank, rope, options, platform)
+        built.load_hf(path)
+        return built
+
+    per_batch = -(-config.data.train_batch_size // config.actor.ppo_mini_batch_size) * config.actor.ppo_epochs
+    actor = engine("lm", config.actor.optim, model_path, config.trainer.total_steps * per_batch)
+    critic = ref = None
+    if config.needs_critic:
+        section = config.critic
+        assert section.ppo_mini_batch_size is not None
+        assert section.ppo_epochs is not None
+        assert section.path is not None
+        per_batch = -(-config.data.train_batch_size // section.ppo_mini_batch_size) * section.ppo_epochs
+        path = model_path if section.path == config.model.path else Path(section.path)
+        critic = engine("value", section.optim, path, config.trainer.total_steps * per_batch)
+    if config.needs_ref:
+        ref = engine("lm", None, model_path, 1)
+    return Learner(config, layout, rank, actor, critic, ref, host_group)
+
+
+def _build_rollout(
+    config: RunConfig,
+    facts: ModelFacts,
+    platform: Platform,
+    model_path: Path,
+    tokenizer_facts: TokenizerFacts,
+    actor: MegatronEngine,
+    world: int,
+) -> tuple[RolloutEngine, WeightBridge]:
+    shapes = hf_tensor_shapes(facts)
+    rollout = RolloutEngine(
+        str(model_path),
+        config.rollout,
+        platform,
+        max_prompt_length=config.data.max_prompt_length,
+        max_response_length=config.data.max_response_length,
+        eos_token_ids=tokenizer_facts.eos_token_ids,
+        seed=config.trainer.seed,
+        load_format=LOAD_FORMAT,
+        loader_config={HF_SHAPES: shapes},
+        before_build=register_traced_loader,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
+    def live() -> dict[str, Tensor]:
+        return dict(vllm_parameters(rollout.model))
+
+    layout = rollout.model.mrl_layout
+    prove_by_read_back(layout, live(), shapes)
+    sources = {rank: actor.layout_of(rank) for rank in range(world)}
+    group = dist.group.WORLD
+    assert group is not None
+    bridge = WeightBridge(sources, actor.parameters, layout, live, group, config.bridge.bucket_mib << 20)
+    return rollout, bridge
+
+
+def _replica_group(rank: int, world: int, tp: int) -> dist.ProcessGroup:
+    """The gloo group of this rank's rollout replica; every rank makes all of them."""
+    groups = [dist.new_group(list(range(first, first + tp)), backend="gloo") for first in range(0, world, tp)]
+    return groups[rank // tp]

@@ -1,0 +1,154 @@
+"""One rank of a run: build the parts, sync the weights, then run the algorithm's stages once a step."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from mrl import algorithms
+from mrl.config.schema import RunConfig
+from mrl.data.prompts import PromptStream
+from mrl.data.tokenizer import decode_response
+from mrl.dataflow import order, run
+from mrl.launch import rank_log, redirect_output
+from mrl.metrics.timers import Timers
+from mrl.parallel import initialise_distributed
+from mrl.platform import select_platform
+from mrl.setup import Parts, build_parts
+from mrl.stages import Rollouts, Scores
+
+
+class Trainer:
+    """The loop. Every rank runs it; rank 0 writes and shows."""
+
+    def __init__(self, config: RunConfig, run_dir: Path, parts: Parts, view: Any, writer: Any) -> None:
+        self.config, self.run_dir, self.parts = config, run_dir, parts
+        self._view, self._writer = view, writer
+        self._prompts = PromptStream(
+            len(parts.prompts), config.data.train_batch_size, config.trainer.seed, config.data.shuffle
+        )
+        self._stages = order(algorithms.stages(config, parts.stages), algorithms.INPUTS)
+
+    def fit(self) -> None:
+        """All steps, then the final export to <run_dir>/hf."""
+        self._view.phase("first weight sync")
+        self.parts.stages.sync_weights()
+        self.parts.check_behaviour()
+        for step in range(self.config.trainer.total_steps):
+            self._view.step(self._one_step(step))
+        self._view.phase("writing the trained model")
+        self.parts.export(self.run_dir / "hf")
+
+    def _one_step(self, step: int) -> dict[str, float]:
+        stages, timers = self.parts.stages, Timers()
+        stages.begin_step(step)
+        fields: dict[str, Any] = {
+            "prompts": [self.parts.prompts[i] for i in self._prompts.batch(step)],
+            "rollout_weights": step,
+        }
+        with timers("step"):
+            run(self._stages, fields, timers, self._view.stage)
+        metrics: dict[str, float] = {"step": step + 1, "training/epoch": self._prompts.epoch(step)}
+        metrics |= stages.metrics.values()
+        for field in ("critic_weights", "actor_weights", "synced"):
+            metrics |= fields.get(field, {})
+        metrics |= timers.values() | self._performance(timers.values()["timing_s/step"], fields["rollouts"])
+        self._writer.metrics(metrics)
+        if self.config.trainer.log_rollouts:
+            self._writer.rollouts(self._rollout_rows(step, fields["rollouts"], fields["scores"]))
+        return metrics
+
+    def _performance(self, seconds: float, rollouts: Rollouts) -> dict[str, float]:
+        tokens = int(rollouts.batch.lengths.sum()) + sum(len(p.token_ids) for p in rollouts.prompts)
+        device_gib = self.parts.platform.peak_memory_gib()
+        return {
+            "perf/total_num_tokens": tokens,
+            "perf/time_per_step": seconds,
+            "perf/throughput": tokens / seconds / self.parts.world,
+            "memory/rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+            **({"perf/max_memory_allocated_gb": device_gib} if device_gib is not None else {}),
+        }
+
+    def _rollout_rows(self, step: int, rollouts: Rollouts, scores: Scores) -> Iterator[dict[str, Any]]:
+        """rollouts.jsonl: the first trainer.log_rollouts samples of the step."""
+        batch = rollouts.batch
+        for i, prompt in enumerate(rollouts.prompts[: self.config.trainer.log_rollouts]):
+            length = int(batch.lengths[i])
+            tokens = batch.responses[i, :length].tolist()
+            yield {
+                "step": step + 1,
+                "index": prompt.prompt.index,
+                "group": int(rollouts.group[i]),
+                "prompt": prompt.text,
+                "response": decode_response(self.parts.tokenizer, tokens),
+                "token_ids": tokens,
+                "logprobs": batch.log_probs[i, :length].tolist(),
+                "finish_reason": "length" if batch.truncated[i] else "stop",
+                "score": _json_number(float(scores.scores[i])),
+                "components": {name: _json_number(float(x[i])) for name, x in scores.components.items()},
+            }
+
+
+def _json_number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def run_worker(config: RunConfig, config_path: Path, run_dir: Path, traceback: bool) -> int:
+    """Run this rank to its end. Raises ValueError for a user's mistake, anything else for ours."""
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    terminal = redirect_output(rank_log(run_dir, rank))
+    platform = select_platform(config.trainer.platform)
+    platform.set_device(local_rank)
+    rank, world = initialise_distributed(platform.distributed_backend)
+    view = _View(terminal if rank == 0 else None, config.trainer.total_steps)
+    with closing(view):
+        parts = build_parts(config, run_dir, platform, rank, world, view.phase)
+        with closing(parts), closing(_Writer(run_dir if rank == 0 else None)) as writer:
+            Trainer(config, run_dir, parts, view, writer).fit()
+    return 0
+
+
+class _View:
+    def __init__(self, out: Any, total: int) -> None:
+        self.out, self.total = out, total
+
+    def say(self, text: str) -> None:
+        if self.out:
+            print(text, file=self.out, flush=True)
+
+    def phase(self, text: str) -> None:
+        self.say(text)
+
+    def stage(self, name: str) -> None: ...
+
+    def step(self, m: dict[str, float]) -> None:
+        self.say(f"step {m['step']}/{self.total} score {m['critic/score/mean']:.3f} kl {m.get('actor/reward_kl', 0):.4f} len {m['response_length/mean']:.1f} ent {m['actor/entropy']:.2f} t {m['timing_s/step']:.2f} " + " ".join(f"{k[9:]}={v:.2f}" for k, v in m.items() if k.startswith("timing_s")))
+
+    def close(self) -> None: ...
+
+
+class _Writer:
+    def __init__(self, run_dir: Path | None) -> None:
+        import json
+
+        self.d = run_dir
+        self.j = json
+        if run_dir:
+            self.m = (run_dir / "metrics.jsonl").open("w")
+            self.r = (run_dir / "rollouts.jsonl").open("w")
+
+    def metrics(self, m: dict[str, float]) -> None:
+        if self.d:
+            print(self.j.dumps(m), file=self.m, flush=True)
+
+    def rollouts(self, rows: Any) -> None:
+        if self.d:
+            for r in rows:
+                print(self.j.dumps(r), file=self.r, flush=True)
+
+    def close(self) -> None: ...
