@@ -61,8 +61,8 @@ class Document:
 def parse(text: str, name: str) -> Document:
     """Parse one YAML document; `name` stands before the line number in faults."""
     document = Document()
-    loader = _Loader(text)
     try:
+        loader = _Loader(text)
         node = loader.get_single_node()
         if node is not None:
             document.value = _construct(loader, node, "", (), document, name)
@@ -73,8 +73,6 @@ def parse(text: str, name: str) -> Document:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         document.faults.append(f"{name}: not valid YAML ({reason}); correct it")
-    finally:
-        loader.dispose()
     return document
 
 

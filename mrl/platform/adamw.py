@@ -24,8 +24,10 @@ class AdamW(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         adam_w_mode: bool = True,
+        capturable: bool = False,
     ) -> None:
         assert adam_w_mode, "mrl always decouples the weight decay"
+        assert not capturable, "there are no CUDA graphs on the CPU"
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
