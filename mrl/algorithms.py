@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, Protocol
 
+from mrl import dataflow
 from mrl.config.schema import RunConfig
 from mrl.dataflow import Context, Stage
 
@@ -78,3 +79,22 @@ def grpo(config: RunConfig, work: Work) -> list[Stage]:
 def stages(config: RunConfig, work: Work) -> list[Stage]:
     """The stages of `algorithm.adv_estimator`'s kind: with a critic (gae) or without (grpo)."""
     return ppo(config, work) if config.needs_critic else grpo(config, work)
+
+
+def graph_lines(config: RunConfig) -> list[str]:
+    """The configured algorithm's graph as text, for `mrl check --graph`."""
+    return dataflow.graph_lines(dataflow.order(stages(config, _Unbound()), INPUTS), INPUTS)
+
+
+class _Unbound:
+    """Stages that are only looked at."""
+
+    def rollout(self, context: Context) -> None: ...
+    def reward(self, context: Context) -> None: ...
+    def ref_log_prob(self, context: Context) -> None: ...
+    def old_log_prob(self, context: Context) -> None: ...
+    def values(self, context: Context) -> None: ...
+    def adv(self, context: Context) -> None: ...
+    def update_critic(self, context: Context) -> None: ...
+    def update_actor(self, context: Context) -> None: ...
+    def sync(self, context: Context) -> None: ...

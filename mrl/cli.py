@@ -116,9 +116,8 @@ def _work_for_launcher(arguments: argparse.Namespace, torchrun: Torchrun) -> int
     def body() -> int:
         from mrl.config.load import load_config
         from mrl.rundir import RESOLVED
-        from mrl.trainer import run_worker
 
-        return run_worker(load_config(run_dir / RESOLVED), Path(arguments.config), run_dir, arguments.traceback)
+        return _run_worker(load_config(run_dir / RESOLVED), Path(arguments.config), run_dir, torchrun.rank)
 
     return run_rank(run_dir, torchrun.rank, body, show_traceback=arguments.traceback, speak=False)
 
@@ -134,13 +133,22 @@ def _work_under_torchrun(arguments: argparse.Namespace, torchrun: Torchrun) -> i
     store = _prepare_together(ready, arguments.overwrite, torchrun.rank)
 
     def body() -> int:
-        from mrl.trainer import run_worker
-
-        return run_worker(ready.config, Path(arguments.config), ready.run_dir, arguments.traceback)
+        return _run_worker(ready.config, Path(arguments.config), ready.run_dir, torchrun.rank)
 
     code = run_rank(ready.run_dir, torchrun.rank, body, show_traceback=arguments.traceback, speak=True)
     del store  # rank 0 may be its server, so it lives as long as the job
     return code
+
+
+def _run_worker(config: RunConfig, config_path: Path, run_dir: Path, rank: int) -> int:
+    """Send the libraries' chatter to the rank's log before the first of them is imported, then train."""
+    from mrl.launch import rank_log, redirect_output
+
+    terminal = redirect_output(rank_log(run_dir, rank))
+    from mrl.trainer import run_worker
+
+    run_worker(config, config_path, run_dir, terminal)
+    return 0
 
 
 def _prepare_together(ready: Preflight, overwrite: bool, rank: int) -> object:

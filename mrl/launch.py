@@ -77,10 +77,10 @@ def report(status: Status, terminal: TextIO) -> None:
 
 
 def redirect_output(log: Path) -> TextIO:
-    """Send this process's stdout and stderr, that of C libraries too, to `log`; returns the stdout it had."""
+    """Send this process's stdout and stderr, that of C libraries too, to `log`; returns the stderr it had."""
     sys.stdout.flush()
     sys.stderr.flush()
-    terminal = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    terminal = os.fdopen(os.dup(2), "w", encoding="utf-8")
     target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(target, 1)
     os.dup2(target, 2)

@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 import os
 import resource
-from collections.abc import Iterator
-from contextlib import closing
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from mrl import algorithms
 from mrl.config.schema import RunConfig
 from mrl.data.prompts import PromptStream
 from mrl.data.tokenizer import decode_response
 from mrl.dataflow import order, run
-from mrl.launch import rank_log, redirect_output
+from mrl.metrics.curves import plot_run
+from mrl.metrics.live import SilentView, View, closing_lines, open_view
 from mrl.metrics.timers import Timers
+from mrl.metrics.writers import RunWriter
 from mrl.parallel import initialise_distributed
 from mrl.platform import select_platform
 from mrl.setup import Parts, build_parts
@@ -26,8 +29,9 @@ from mrl.stages import Rollouts, Scores
 class Trainer:
     """The loop. Every rank runs it; rank 0 writes and shows."""
 
-    def __init__(self, config: RunConfig, run_dir: Path, parts: Parts, view: Any, writer: Any) -> None:
+    def __init__(self, config: RunConfig, run_dir: Path, parts: Parts, view: View, writer: RunWriter | None) -> None:
         self.config, self.run_dir, self.parts = config, run_dir, parts
+        self.history: list[Mapping[str, float]] = []
         self._view, self._writer = view, writer
         self._prompts = PromptStream(
             len(parts.prompts), config.data.train_batch_size, config.trainer.seed, config.data.shuffle
@@ -40,7 +44,9 @@ class Trainer:
         self.parts.stages.sync_weights()
         self.parts.check_behaviour()
         for step in range(self.config.trainer.total_steps):
-            self._view.step(self._one_step(step))
+            metrics = self._one_step(step)
+            self.history.append(metrics)
+            self._view.step(metrics)
         self._view.phase("writing the trained model")
         self.parts.export(self.run_dir / "hf")
 
@@ -58,8 +64,8 @@ class Trainer:
         for field in ("critic_weights", "actor_weights", "synced"):
             metrics |= fields.get(field, {})
         metrics |= timers.values() | self._performance(timers.values()["timing_s/step"], fields["rollouts"])
-        self._writer.metrics(metrics)
-        if self.config.trainer.log_rollouts:
+        if self._writer is not None:
+            self._writer.metrics(metrics)
             self._writer.rollouts(self._rollout_rows(step, fields["rollouts"], fields["scores"]))
         return metrics
 
@@ -98,57 +104,23 @@ def _json_number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def run_worker(config: RunConfig, config_path: Path, run_dir: Path, traceback: bool) -> int:
-    """Run this rank to its end. Raises ValueError for a user's mistake, anything else for ours."""
-    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-    terminal = redirect_output(rank_log(run_dir, rank))
+def run_worker(config: RunConfig, config_path: Path, run_dir: Path, terminal: TextIO) -> None:
+    """Run this rank to its end, showing progress on `terminal`. Raises ValueError for a user's mistake."""
+    start = time.monotonic()
     platform = select_platform(config.trainer.platform)
-    platform.set_device(local_rank)
+    platform.set_device(int(os.environ["LOCAL_RANK"]))
     rank, world = initialise_distributed(platform.distributed_backend)
-    view = _View(terminal if rank == 0 else None, config.trainer.total_steps)
-    with closing(view):
-        parts = build_parts(config, run_dir, platform, rank, world, view.phase)
-        with closing(parts), closing(_Writer(run_dir if rank == 0 else None)) as writer:
-            Trainer(config, run_dir, parts, view, writer).fit()
-    return 0
-
-
-class _View:
-    def __init__(self, out: Any, total: int) -> None:
-        self.out, self.total = out, total
-
-    def say(self, text: str) -> None:
-        if self.out:
-            print(text, file=self.out, flush=True)
-
-    def phase(self, text: str) -> None:
-        self.say(text)
-
-    def stage(self, name: str) -> None: ...
-
-    def step(self, m: dict[str, float]) -> None:
-        self.say(f"step {m['step']}/{self.total} score {m['critic/score/mean']:.3f} kl {m.get('actor/reward_kl', 0):.4f} len {m['response_length/mean']:.1f} ent {m['actor/entropy']:.2f} t {m['timing_s/step']:.2f} " + " ".join(f"{k[9:]}={v:.2f}" for k, v in m.items() if k.startswith("timing_s")))
-
-    def close(self) -> None: ...
-
-
-class _Writer:
-    def __init__(self, run_dir: Path | None) -> None:
-        import json
-
-        self.d = run_dir
-        self.j = json
-        if run_dir:
-            self.m = (run_dir / "metrics.jsonl").open("w")
-            self.r = (run_dir / "rollouts.jsonl").open("w")
-
-    def metrics(self, m: dict[str, float]) -> None:
-        if self.d:
-            print(self.j.dumps(m), file=self.m, flush=True)
-
-    def rollouts(self, rows: Any) -> None:
-        if self.d:
-            for r in rows:
-                print(self.j.dumps(r), file=self.r, flush=True)
-
-    def close(self) -> None: ...
+    with ExitStack() as stack:
+        view: View = SilentView()
+        writer: RunWriter | None = None
+        if rank == 0:
+            view = open_view(terminal, config_path.stem, config.trainer.total_steps)
+            stack.callback(lambda: view.close())
+            writer = stack.enter_context(closing(RunWriter(run_dir, config.trainer.tensorboard)))
+        parts = stack.enter_context(closing(build_parts(config, run_dir, platform, rank, world, view.phase)))
+        trainer = Trainer(config, run_dir, parts, view, writer)
+        trainer.fit()
+        if rank == 0:
+            plot_run(run_dir)
+            for line in closing_lines(run_dir, trainer.history, time.monotonic() - start):
+                view.message(line)

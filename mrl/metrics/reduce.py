@@ -4,25 +4,36 @@ from __future__ import annotations
 
 
 class MetricSet:
+    """Metrics of one step by name. A name has one type: mean, sum, max or min."""
+
     def __init__(self) -> None:
         self._means: dict[str, tuple[float, float]] = {}
-        self._sums: dict[str, float] = {}
-        self._max: dict[str, float] = {}
-        self._min: dict[str, float] = {}
+        self._others: dict[str, tuple[str, float]] = {}
 
     def mean(self, name: str, total: float, count: float) -> None:
+        """Add `count` items that sum to `total`."""
+        assert name not in self._others, f"{name} is a {self._others[name][0]}"
         before = self._means.get(name, (0.0, 0.0))
         self._means[name] = (before[0] + total, before[1] + count)
 
     def sum(self, name: str, value: float) -> None:
-        self._sums[name] = self._sums.get(name, 0.0) + value
+        self._combine(name, "sum", value)
 
     def max(self, name: str, value: float) -> None:
-        self._max[name] = max(value, self._max.get(name, value))
+        self._combine(name, "max", value)
 
     def min(self, name: str, value: float) -> None:
-        self._min[name] = min(value, self._min.get(name, value))
+        self._combine(name, "min", value)
+
+    def _combine(self, name: str, kind: str, value: float) -> None:
+        assert name not in self._means, f"{name} is a mean"
+        if name in self._others:
+            before_kind, before = self._others[name]
+            assert kind == before_kind, f"{name} is a {before_kind}"
+            value = {"sum": before + value, "max": max(before, value), "min": min(before, value)}[kind]
+        self._others[name] = (kind, value)
 
     def values(self) -> dict[str, float]:
+        """One number a name; a mean over nothing is left out."""
         means = {name: total / count for name, (total, count) in self._means.items() if count}
-        return means | self._sums | self._max | self._min
+        return means | {name: value for name, (_, value) in self._others.items()}

@@ -1,3 +1,5 @@
+"""Wall-clock time per stage of a step."""
+
 from __future__ import annotations
 
 import time
@@ -6,6 +8,8 @@ from contextlib import contextmanager
 
 
 class Timers:
+    """`with timers("rollout"): ...` adds to timing_s/rollout. Stages beside each other may time at the same time."""
+
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
 
@@ -18,4 +22,5 @@ class Timers:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
     def values(self) -> dict[str, float]:
+        """timing_s/<name> in seconds."""
         return {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
