@@ -50,7 +50,7 @@ def order(stages: Sequence[Stage], inputs: Collection[str]) -> list[Stage]:
 
     Raises ValueError naming field and stage: a field with two writers, one that nobody writes, a cycle.
     """
-    writers: dict[str, str] = {field: "the step's inputs" for field in inputs}
+    writers: dict[str, str] = dict.fromkeys(inputs, "the step's inputs")
     for stage in stages:
         for field in sorted(stage.writes):
             if field in writers:

@@ -18,7 +18,7 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -146,8 +146,8 @@ def launch(
         local_addr="127.0.0.1",
         max_restarts=0,
         signals_to_handle=SIGNALS,
-        shutdown_timeout=shutdown_timeout_s,
         logs_specs=_no_redirection(run_dir),
+        **_shutdown_option(LaunchConfig, shutdown_timeout_s),
     )
     (run_dir / "status.json").unlink(missing_ok=True)
     handlers = {number: signal.getsignal(number) for number in map(signal.Signals.__getitem__, SIGNALS.split(","))}
@@ -167,6 +167,11 @@ def launch(
             _kill_leftovers(run_id)
     status = read_status(run_dir)
     return status or Status(1, f"all ranks ended without a status; their logs are in {run_dir / 'logs'}", -1)
+
+
+def _shutdown_option(config_class: type, seconds: int) -> dict[str, int]:
+    """torch before 2.12 has no such option: its agent waits 30 s."""
+    return {"shutdown_timeout": seconds} if "shutdown_timeout" in {f.name for f in fields(config_class)} else {}
 
 
 def end_with_parent() -> None:

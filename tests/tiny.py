@@ -27,14 +27,16 @@ def tiny_config(family: str, **changes: Any) -> Any:
     return CONFIGS[family](**(sizes | changes))
 
 
-def make_model(path: Path, family: str, dtype: torch.dtype = torch.float32, seed: int = 1, **changes: Any) -> Path:
+def make_model(
+    path: Path, family: str, dtype: torch.dtype = torch.float32, seed: int = 1, scale: float = 0.2, **changes: Any
+) -> Path:
     """Write a random model of `family` to `path`; norms and biases are random too, so that none can be lost unseen."""
     torch.manual_seed(seed)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(tiny_config(family, **changes)).to(dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
-                parameter.normal_(std=0.2)
+                parameter.normal_(std=scale)
             else:
                 parameter.normal_(mean=0.5, std=0.3)
     model.save_pretrained(path)

@@ -35,19 +35,10 @@ class UnsupportedModelError(ValueError):
 
 # Fields that do not change the function the model computes, or that other code reads (tokens, rope, dtype).
 _BYSTANDERS = frozenset(
-    """
-    _name_or_path architectures model_type transformers_version torch_dtype dtype use_cache bos_token_id eos_token_id
-    pad_token_id unk_token_id initializer_range chunk_size_feed_forward output_attentions output_hidden_states
-    return_dict problem_type id2label label2id num_labels rope_theta rope_scaling rope_parameters
-    max_position_embeddings attn_implementation _attn_implementation_autoset tie_word_embeddings auto_map
-    is_encoder_decoder name_or_path unsloth_version unsloth_fixed task_specific_params finetuning_task
-    """.split()
+    ["_name_or_path", "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "initializer_range", "chunk_size_feed_forward", "output_attentions", "output_hidden_states", "return_dict", "problem_type", "id2label", "label2id", "num_labels", "rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", "attn_implementation", "_attn_implementation_autoset", "tie_word_embeddings", "auto_map", "is_encoder_decoder", "name_or_path", "unsloth_version", "unsloth_fixed", "task_specific_params", "finetuning_task"]
 )
 _SIZES = frozenset(
-    """
-    hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size vocab_size
-    rms_norm_eps hidden_act
-    """.split()
+    ["hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size", "rms_norm_eps", "hidden_act"]
 )
 
 

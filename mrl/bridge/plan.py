@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 
 from converters.rules.segment import Box, Segment, ShardLayout
 
-
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes an element of the dtypes that weights travel in."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -14,6 +15,8 @@ class CudaPlatform:
     can_sleep = True
 
     def __init__(self) -> None:
+        # Read when the CUDA context is made: kernels of one queue start in order, which overlaps TP communication.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         try:
             # Right after torch: a system cuDNN loaded first would lack the symbols that Transformer Engine wants.
             import transformer_engine.pytorch  # noqa: F401
