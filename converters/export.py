@@ -67,7 +67,9 @@ def export_hf(
     dist.barrier(group)
     dtype_name = str(dtype).removeprefix("torch.")
     files = plan_files(shapes, dtype_name, max_shard_bytes)
-    names = [SINGLE] if len(files) == 1 else [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
+    names = (
+        [SINGLE] if len(files) == 1 else [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
+    )
     for index, (file_name, members) in enumerate(zip(names, files, strict=True)):
         writer = index % world
         layout = {name: (_whole(name, shapes[name]),) for name in members}

@@ -26,7 +26,7 @@ from mrl.seeding import derived_seed
 
 @dataclass(frozen=True)
 class Sequences:
-    """The tokens of a rollout batch. prompts: B token tensors; responses [B, R] int64; lengths [B]; mask [B, R] bool."""
+    """A rollout batch's tokens. prompts: B token tensors; responses [B, R] int64; lengths [B]; mask [B, R] bool."""
 
     prompts: Sequence[Tensor]
     responses: Tensor

@@ -1,4 +1,4 @@
-"""What actor and critic minimise: the pure losses of mrl.rl, applied to the engine's outputs at a micro-batch's positions."""
+"""What actor and critic minimise: the pure losses of mrl.rl, applied to the engine's outputs."""
 
 from __future__ import annotations
 

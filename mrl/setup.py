@@ -84,11 +84,12 @@ class Parts:
         mismatch = float((ours - theirs).abs().exp().mean())
         worst = torch.tensor(mismatch, dtype=torch.float64)
         dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.host_group)
-        gate = GATES[max((self.learner.config.model.dtype, str(self.learner.config.rollout.dtype)), key=GATES.__getitem__)]
+        config = self.learner.config
+        gate = max(GATES[config.model.dtype], GATES[str(config.rollout.dtype)])
         if not float(worst) < gate:
             raise ValueError(
                 f"after the first weight sync vLLM's log-probs differ from the trainer's: mean exp|dlogp| is "
-                f"{float(worst):.5f}, allowed below {gate}; this vLLM build computes from other weights than its parameters"
+                f"{float(worst):.5f}, allowed below {gate}; this vLLM computes from other weights than its parameters"
             )
 
     def _fixed_tokens(self) -> Tensor:
@@ -144,7 +145,19 @@ def build_parts(
         replica_group=_replica_group(rank, world, config.rollout.tensor_model_parallel_size),
     )
     return Parts(
-        rank, world, layout, facts, tokenizer, prompts, learner, rollout, stages, scorer, host_group, platform, model_path
+        rank,
+        world,
+        layout,
+        facts,
+        tokenizer,
+        prompts,
+        learner,
+        rollout,
+        stages,
+        scorer,
+        host_group,
+        platform,
+        model_path,
     )
 
 

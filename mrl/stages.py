@@ -108,9 +108,7 @@ class Stages:
             on_finished=lambda completion: self._submit(prompts[completion.prompt_index], completion),
         )
         check_replica_agrees(completions, self._replica_group)
-        batch = share_rollouts(
-            completions, num_prompts=len(prompts), n=n, tp=self._tp, group=self._rollout_group
-        )
+        batch = share_rollouts(completions, num_prompts=len(prompts), n=n, tp=self._tp, group=self._rollout_group)
         per_sample = [prompt for prompt in prompts for _ in range(n)]
         tokens = [torch.tensor(prompt.token_ids) for prompt in per_sample]
         context["rollouts"] = Rollouts(
@@ -254,7 +252,7 @@ class Stages:
         context["actor_weights"] = metrics
 
     def _check_first_ratio(self, first: float) -> None:
-        """Before the first step the policy is the old one: its ratio is 1, or the trainer is not computing one function."""
+        """Before the first optimizer step the policy is the old one, so its ratio must be 1."""
         algorithm = self.config.algorithm
         exact = self.config.model.dtype == "float32" and not algorithm.use_rollout_log_probs
         if algorithm.debug and exact:

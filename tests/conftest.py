@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     root = tmp_path_factory.mktemp("models")
     made: dict[str, Path] = {}
 
-    def get(family: str, **changes: object) -> str:
+    def get(family: str, **changes: Any) -> str:
         key = "-".join([family, *(f"{k}={v}" for k, v in sorted(changes.items()))])
         if key not in made:
             made[key] = make_model(root / str(len(made)), family, **changes)

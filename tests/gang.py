@@ -74,12 +74,13 @@ class Gang:
         for pipe in self._pipes:
             pipe.send((function, args, kwargs))
         results: dict[int, Any] = {}
-        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         while waiting:
-            for pipe in wait(list(waiting)):
-                rank = waiting.pop(pipe)  # type: ignore[call-overload]
+            ready: list[Any] = list(wait(list(waiting)))
+            for pipe in ready:
+                rank = waiting.pop(pipe)
                 try:
-                    ok, value = pipe.recv()  # type: ignore[union-attr]
+                    ok, value = pipe.recv()
                 except EOFError:
                     ok, value = False, f"exit code {self._processes[rank].exitcode}"
                 if not ok:

@@ -1,4 +1,4 @@
-"""Tiny random HF models with the shapes that catch mistakes: nothing square, vocabulary odd, heads != hidden / head_dim."""
+"""Tiny random HF models with shapes that catch mistakes: nothing square, odd vocabulary, unusual head_dim."""
 
 from __future__ import annotations
 

@@ -33,13 +33,26 @@ class UnsupportedModelError(ValueError):
     """The model's family, or one of its config fields, cannot be expressed exactly."""
 
 
-# Fields that do not change the function the model computes, or that other code reads (tokens, rope, dtype).
 _BYSTANDERS = frozenset(
-    ["_name_or_path", "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "initializer_range", "chunk_size_feed_forward", "output_attentions", "output_hidden_states", "return_dict", "problem_type", "id2label", "label2id", "num_labels", "rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", "attn_implementation", "_attn_implementation_autoset", "tie_word_embeddings", "auto_map", "is_encoder_decoder", "name_or_path", "unsloth_version", "unsloth_fixed", "task_specific_params", "finetuning_task"]
-)
+    {
+        "_name_or_path", "name_or_path", "architectures", "model_type", "auto_map", "transformers_version",
+        "torch_dtype", "dtype", "tie_word_embeddings", "max_position_embeddings", "initializer_range",
+        "rope_theta", "rope_scaling", "rope_parameters",
+        "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id",
+        "use_cache", "attn_implementation", "_attn_implementation_autoset", "is_encoder_decoder",
+        "output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward",
+        "problem_type", "id2label", "label2id", "num_labels", "task_specific_params", "finetuning_task",
+        "unsloth_version", "unsloth_fixed",
+    }
+)  # fmt: skip
+"""Fields that do not change the function the model computes, or that other code reads (tokens, rope, dtype)."""
+
 _SIZES = frozenset(
-    ["hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size", "rms_norm_eps", "hidden_act"]
-)
+    {
+        "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+        "intermediate_size", "vocab_size", "rms_norm_eps", "hidden_act",
+    }
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -111,7 +124,7 @@ def _refuse_unknown_fields(config: Mapping[str, Any], family: Family) -> None:
             f"hidden_act={config['hidden_act']!r}: mrl's {family.name} models use silu; other activations are refused"
         )
     if "quantization_config" in config:
-        raise UnsupportedModelError("quantization_config: quantized checkpoints are refused; dequantize the model first")
+        raise UnsupportedModelError("quantization_config: quantized checkpoints are refused; dequantize it first")
     for name, value in config.items():
         if name in family.refused:
             if value != family.refused[name]:

@@ -90,10 +90,10 @@ def make_plan(
 ) -> RankPlan:
     """This rank's plan.
 
-    sources, destinations: global rank -> its ShardLayout. dtype_of(rank, parameter): dtype of a destination parameter. node_of(rank): the machine a rank runs on.
-    The source of a box is a closed form of (destination rank, box): the rank itself, else its node, else all holders
-    in turn, rotated by the destination's rank so that replicas share the load. Raises ValueError naming the HF tensor
-    where the source shards overlap or nobody holds a destination box.
+    sources, destinations: global rank -> its ShardLayout. dtype_of(rank, parameter): dtype of a destination parameter.
+    node_of(rank): the machine a rank runs on. The source of a box is a closed form of (destination rank, box): the rank
+    itself, else its node, else all holders in turn, rotated by the destination's rank so that replicas share the load.
+    Raises ValueError naming the HF tensor where the source shards overlap or nobody holds a destination box.
     """
     shards = _index_sources(sources)
     plan = RankPlan(rank)

@@ -74,9 +74,7 @@ class WeightBridge:
         start = time.perf_counter()
         source, destination = self._source_tensors(), self._destination_tensors()
         self._zero_new_pads(destination)
-        stats = execute(
-            self._plan, source.__getitem__, destination.__getitem__, self._group, self._bucket_bytes
-        )
+        stats = execute(self._plan, source.__getitem__, destination.__getitem__, self._group, self._bucket_bytes)
         seconds = time.perf_counter() - start
         return SyncStats(stats.bytes_received, self._plan.lower_bound_bytes, self._plan.elements_bound, seconds)
 

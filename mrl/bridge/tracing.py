@@ -43,7 +43,7 @@ class TracedTensor(Tensor):
 
     @staticmethod
     def __new__(cls, meta: Tensor, hf_name: str, hf_shape: tuple[int, ...], writes: list[Write]) -> TracedTensor:
-        wrapper = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        wrapper = Tensor._make_wrapper_subclass(
             cls, meta.shape, strides=meta.stride(), storage_offset=meta.storage_offset(), dtype=meta.dtype, device="cpu"
         )
         wrapper.meta, wrapper.hf_name, wrapper.hf_shape, wrapper.writes = meta, hf_name, hf_shape, writes

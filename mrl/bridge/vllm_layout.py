@@ -55,7 +55,8 @@ def register_traced_loader() -> None:
             """Nothing to download: the weights come from the trainer."""
 
         def load_weights(self, model: nn.Module, model_config: Any) -> None:
-            shapes = {name: tuple(shape) for name, shape in self.load_config.model_loader_extra_config[HF_SHAPES].items()}
+            hf_shapes = self.load_config.model_loader_extra_config[HF_SHAPES]
+            shapes = {name: tuple(shape) for name, shape in hf_shapes.items()}
             dtype = model_config.dtype
             writes = trace_loader(model.load_weights, shapes, dtype)
             model.mrl_layout = layout_from_writes(model, writes)
@@ -84,7 +85,7 @@ def layout_from_writes(model: nn.Module, writes: list[Write]) -> VllmLayout:
         offset = write.target.storage_offset()
         owner = next(((name, first) for name, _, first, last in spans if first <= offset < last), None)
         if owner is None:
-            raise LayoutError(f"{write.hf_name}: vLLM copies it outside its parameters; this model cannot be synchronised")
+            raise LayoutError(f"{write.hf_name}: vLLM copies it outside its parameters; it cannot be synchronised")
         segments[owner[0]].append(segment_of(write, owner[1]))
     pads = {}
     for name, parameter in model.named_parameters():

@@ -32,7 +32,9 @@ def build_micro_batches(
     plan = plan_micro_batches(lengths, dp_size, max_tokens)[dp_rank]
     width = responses_BR.shape[1]
     return [
-        _pack_one([samples[i] for i in part], prompts, responses_BR, response_lengths_B, response_mask_BR, width, pad_multiple)
+        _pack_one(
+            [samples[i] for i in part], prompts, responses_BR, response_lengths_B, response_mask_BR, width, pad_multiple
+        )
         for part in plan
     ]
 

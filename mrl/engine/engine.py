@@ -146,7 +146,7 @@ class MegatronEngine:
     def score(
         self, micro_batches: Sequence[MicroBatch], shape: tuple[int, int], temperature: float | None = None
     ) -> dict[str, Tensor]:
-        """Forward only: {log_probs, entropy} or {values}, each [B, R] fp32 on the CPU of every rank, 0 where not scored.
+        """Forward only: {log_probs, entropy} or {values}, each [B, R] fp32 on every rank's CPU, 0 where not scored.
 
         temperature: the engine's own where None.
         """
@@ -166,7 +166,8 @@ class MegatronEngine:
         Returns the step's outcome and the losses' metrics, one a micro-batch (empty on ranks that do not speak).
         """
         assert self.optimizer is not None, "a forward-only engine cannot be trained"
-        self.accumulate_gradients(micro_batches, loss, results := [])
+        results: list[Any] = []
+        self.accumulate_gradients(micro_batches, loss, results)
         with self.platform.megatron():
             outcome = self.optimizer.step()
         return outcome, results if self._speaks() else []
@@ -175,7 +176,7 @@ class MegatronEngine:
         """Zero the gradients, run forward and backward, reduce; leaves the mean gradient in the DDP buffers."""
         assert self.optimizer is not None
         with self.platform.megatron():
-            self._chunk.zero_grad_buffer()  # type: ignore[operator]
+            self._chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
         results += self._run(micro_batches, partial(_train, loss), forward_only=False)
 

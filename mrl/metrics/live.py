@@ -196,7 +196,9 @@ class LiveView:
             values = [row[key] for row in history if key in row and row[key] == row[key]]
             if values:
                 line = sparkline(values, max(8, min(40, width - 34)))
-                table.add_row(label, Text(form.format(values[-1]), style="bold", justify="right"), Text(line, style="green"))
+                table.add_row(
+                    label, Text(form.format(values[-1]), style="bold", justify="right"), Text(line, style="green")
+                )
         return table
 
     def _stage_table(self, metrics: Mapping[str, float], width: int) -> Padding:

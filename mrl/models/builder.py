@@ -120,7 +120,7 @@ def build_model(
     recompute: str,
     transformer_engine: bool,
 ) -> TrunkModel:
-    """The rank's stage of the model with uninitialised weights (a value head is zero). Call within `platform.megatron()`.
+    """The rank's stage with uninitialised weights (a value head is zero). Call within `platform.megatron()`.
 
     A value model is untied: its embedding serves the input only.
     """

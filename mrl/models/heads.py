@@ -29,7 +29,7 @@ class ValueHead(nn.Module):
         self.weight = nn.Parameter(
             torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
         )
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., H] -> [...] fp32."""

@@ -39,7 +39,7 @@ def read_rope(model_path: str | Path, max_length: int) -> Rope:
         if max_length > original:
             raise UnsupportedModelError(
                 f"rope type 'dynamic' with sequences of up to {max_length} tokens: beyond {original} its frequencies "
-                "change with the length and trainer and rollout differ; shorten data.max_prompt_length/max_response_length"
+                "change with the length, so trainer and rollout differ; lower data.max_response_length"
             )
         inv_freq, scaling = ROPE_INIT_FUNCTIONS["dynamic"](config, "cpu", seq_len=max_length)
     elif rope_type in ("linear", "llama3", "yarn", "longrope"):

@@ -190,6 +190,5 @@ def check_replica_agrees(completions: Sequence[Completion], group: dist.ProcessG
     dist.all_gather_object(hashes, digest.hexdigest(), group=group)
     different = [dist.get_global_rank(group, i) for i, value in enumerate(hashes) if value != hashes[0]]
     if different:
-        raise RuntimeError(
-            f"rollout: ranks {different} sampled other tokens than rank {dist.get_global_rank(group, 0)} of their replica"
-        )
+        first = dist.get_global_rank(group, 0)
+        raise RuntimeError(f"rollout: ranks {different} sampled other tokens than rank {first} of the same replica")

@@ -59,7 +59,9 @@ def share_rollouts(
         if mine:
             assert len(completions) == rows, f"{len(completions)} completions for {rows} samples"
             cut = [LENGTH if c.finish_reason == "length" else STOP for c in completions]
-            meta = torch.tensor([[len(c.token_ids), t] for c, t in zip(completions, cut, strict=True)], dtype=torch.int32)
+            meta = torch.tensor(
+                [[len(c.token_ids), t] for c, t in zip(completions, cut, strict=True)], dtype=torch.int32
+            )
             meta = meta.view(rows, 2)
         dist.broadcast(meta, source, group=group)
         total = int(meta[:, 0].sum())

@@ -111,7 +111,7 @@ def _gather_dp_shards(engine: MegatronEngine) -> None:
     size, me = dist.get_world_size(group), dist.get_rank(group)
     if size == 1:
         return
-    for buffer in engine._chunk.buffers:  # type: ignore[union-attr]
+    for buffer in engine._chunk.buffers:
         for bucket in buffer.buckets:
             shards = list(bucket.grad_data.chunk(size))
             dist.all_gather(shards, shards[me].clone(), group=group)
@@ -257,5 +257,3 @@ def scored(path: str, tp: int, pp: int, head: str, max_tokens: int) -> dict[str,
     with Bench(path, tp, pp, head) as bench:
         shape = (len(LENGTHS), max(r for _, r in LENGTHS))
         return bench.engine.score(bench.micro_batches(max_tokens), shape)
-
-

@@ -1,4 +1,4 @@
-"""What the CPU cannot show: TE layers, torch's variable-length attention, NCCL, vLLM with CUDA graphs. `pytest -m gpu`."""
+"""What the CPU cannot show: TE layers, variable-length attention, NCCL, vLLM with CUDA graphs. `pytest -m gpu`."""
 
 from __future__ import annotations
 

@@ -69,7 +69,8 @@ def test_longrope_takes_the_short_factors_for_short_runs(tiny: Callable[..., str
     """As vLLM does: the factor set follows the maximum length, not each sequence."""
     path = tiny("llama", rope_parameters=ROPES["longrope"])
     theta = 10000.0
-    short = torch.tensor([1.0 / (f * theta ** (2 * i / 16)) for i, f in enumerate(ROPES["longrope"]["short_factor"])])  # type: ignore[arg-type]
+    factors = torch.tensor(ROPES["longrope"]["short_factor"])
+    short = 1.0 / (factors * theta ** (torch.arange(0, 16, 2) / 16))
     assert torch.allclose(read_rope(path, max_length=ORIGINAL).inv_freq, short, rtol=1e-6)
 
 
