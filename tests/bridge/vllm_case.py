@@ -1,0 +1,182 @@
+"""Run by a gang: a real actor, a real vLLM and the bridge between them; or a fresh vLLM from a HF directory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from converters.export import export_hf
+from converters.rules.dense import hf_tensor_shapes
+from mrl.bridge.sync import WeightBridge
+from mrl.bridge.vllm_layout import HF_SHAPES, LOAD_FORMAT, prove_by_read_back, register_traced_loader, vllm_parameters
+from mrl.config.schema import OptimSection, RolloutSection
+from mrl.rollout.engine import Completion, RolloutEngine, check_replica_agrees
+from mrl.rollout.share import RolloutBatch, replica_slice, share_rollouts
+from tests.engine.cases import LENGTHS, Bench, token_weights, weighted_log_prob_loss
+
+PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [3]]
+SAMPLES = 2
+MAX_RESPONSE = 12
+TEMPERATURE = 0.7
+EOS = [2, 77]
+FIXED = list(range(3, 27))
+
+
+def start_vllm(path: str, rollout_tp: int, load_format: str, loader_config: dict[str, Any]) -> RolloutEngine:
+    from mrl.platform import select_platform
+
+    section = RolloutSection(
+        tensor_model_parallel_size=rollout_tp, dtype="float32", temperature=TEMPERATURE, kv_cache_gib=0.1
+    )
+    return RolloutEngine(
+        path,
+        section,
+        select_platform("cpu"),
+        max_prompt_length=32,
+        max_response_length=MAX_RESPONSE,
+        eos_token_ids=EOS,
+        seed=11,
+        load_format=load_format,
+        loader_config=loader_config,
+        before_build=register_traced_loader,
+    )
+
+
+def fresh_parameters(path: str, rollout_tp: int) -> dict[str, Tensor]:
+    """Parameters of a vLLM that loaded the HF directory by its own means."""
+    engine = start_vllm(path, rollout_tp, "auto", {})
+    return {name: tensor.clone() for name, tensor in vllm_parameters(engine.model)}
+
+
+def bridged(path: str, out: str, tp: int, pp: int, rollout_tp: int, bucket_bytes: int) -> dict[str, Any]:
+    """Sync, train a step, sync again, export; returns what the test compares. Run once in a gang."""
+    world = dist.get_world_size()
+    bench = Bench(path, tp, pp, "lm", optim=OptimSection(lr=1e-2))
+    shapes = hf_tensor_shapes(bench.facts)
+    rollout = start_vllm(path, rollout_tp, LOAD_FORMAT, {HF_SHAPES: shapes})
+    layout = rollout.model.mrl_layout
+
+    def live() -> dict[str, Tensor]:
+        return dict(vllm_parameters(rollout.model))
+
+    prove_by_read_back(layout, live(), shapes)
+    group = dist.group.WORLD
+    assert group is not None
+    sources = {rank: bench.engine.layout_of(rank) for rank in range(world)}
+    bridge = WeightBridge(sources, bench.engine.parameters, layout, live, group, bucket_bytes)
+
+    first = bridge.sync()
+    rollout.reset_prefix_cache()
+    before = rollout.prompt_log_probs(FIXED)
+    weights = token_weights((len(LENGTHS), max(r for _, r in LENGTHS)))
+    micro = [m.with_fields(weights=weights) for m in bench.micro_batches(64)]
+    bench.engine.train_step(micro, weighted_log_prob_loss)
+    with recorded_communication() as sent:
+        second = bridge.sync()
+    rollout.reset_prefix_cache()
+    result = {
+        "stats": [first, second],
+        "communication": sent,
+        "prompt_log_probs": [before, rollout.prompt_log_probs(FIXED)],
+        "parameters": {name: tensor.clone() for name, tensor in live().items()},
+        "elements": sum(t.numel() for t in live().values()),
+        "pads": sum(layout.pad_elements.values()),
+        **rollouts(rollout, rollout_tp),
+    }
+    export_hf(
+        Path(path), Path(out), shapes, sources, bench.engine.parameters(), group, torch.float32, torch.device("cpu"),
+        max_shard_bytes=200_000,
+    )  # fmt: skip
+    return result
+
+
+def rollouts(engine: RolloutEngine, tp: int) -> dict[str, Any]:
+    """Two rounds of the same step and one of the next, shared over the world."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    groups = [dist.new_group(list(range(first, first + tp))) for first in range(0, world, tp)]
+    mine = replica_slice(len(PROMPTS), world // tp, rank // tp)
+    group = dist.group.WORLD
+    assert group is not None
+    batches: list[RolloutBatch] = []
+    still_running: list[int] = []
+    for step in (1, 1, 2):
+        seen: list[Completion] = []
+
+        def on_finished(completion: Completion, seen: list[Completion] = seen) -> None:
+            seen.append(completion)
+            still_running.append(len(mine) * SAMPLES - len(seen))
+
+        done = engine.generate(
+            [PROMPTS[i] for i in mine], list(mine), n=SAMPLES, step=step, on_finished=on_finished
+        )
+        assert sorted(seen, key=lambda c: (c.prompt_index, c.sample_index)) == done
+        check_replica_agrees(done, groups[rank // tp])
+        batches.append(share_rollouts(done, num_prompts=len(PROMPTS), n=SAMPLES, tp=tp, group=group))
+        engine.reset_prefix_cache()
+    return {"rollouts": batches, "left_at_finish": still_running}
+
+
+def planted_disagreement() -> str:
+    """Rank 1 sampled another token than rank 0: the error every rank gets."""
+    from array import array
+
+    group = dist.group.WORLD
+    assert group is not None
+    token = 5 + dist.get_rank()
+    completion = Completion(0, 0, array("q", [token]), array("d", [-1.0]), "stop")
+    try:
+        check_replica_agrees([completion], group)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+@contextlib.contextmanager
+def recorded_communication() -> Iterator[dict[str, int]]:
+    """Count bytes given to isend and irecv on this rank; any other communication raises."""
+    import torch.distributed.distributed_c10d as c10d
+
+    counted = {"isend": 0, "irecv": 0}
+    saved: list[tuple[Any, str, Any]] = []
+
+    def patch(name: str, function: Any) -> None:
+        for module in (dist, c10d):
+            saved.append((module, name, getattr(module, name)))
+            setattr(module, name, function)
+
+    def counting(name: str) -> Any:
+        plain = getattr(c10d, name)
+
+        def wrapper(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            counted[name] += tensor.nbytes
+            return plain(tensor, *args, **kwargs)
+
+        return wrapper
+
+    def forbidden(name: str) -> Any:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            raise AssertionError(f"{name} during a sync")
+
+        return wrapper
+
+    for name in ("isend", "irecv"):
+        patch(name, counting(name))
+    for name in (
+        "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast", "reduce", "scatter",
+        "gather", "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "barrier", "send",
+        "recv", "broadcast_object_list", "gather_object", "scatter_object_list",
+    ):  # fmt: skip
+        patch(name, forbidden(name))
+    try:
+        yield counted
+    finally:
+        for module, name, function in reversed(saved):
+            setattr(module, name, function)
+
+
