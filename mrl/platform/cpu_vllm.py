@@ -29,6 +29,8 @@ def install_plain_linears() -> None:
     """
     from vllm.model_executor.layers import utils
 
+    # vLLM's layers import it when they are built, so its module is the one place. A vLLM that renamed it stops here.
+    assert callable(utils.dispatch_cpu_unquantized_gemm)
     utils.dispatch_cpu_unquantized_gemm = _plain_linear
 
 

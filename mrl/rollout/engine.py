@@ -21,13 +21,17 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled response. token_ids include the end-of-sequence token where the model emitted one."""
+    """One sampled response, of at least one token.
+
+    token_ids include the end-of-sequence token that ended it (finish_reason `stop`); a response cut at
+    max_response_length has `length`, also where its last token would have been followed by the end.
+    """
 
     prompt_index: int
     sample_index: int
     token_ids: array[int]
     log_probs: array[float]
-    """Of each sampled token, after temperature (what the sampler drew from)."""
+    """Of each sampled token, the end-of-sequence token too, after temperature: what the sampler drew from."""
     finish_reason: FinishReason
 
 
@@ -36,7 +40,11 @@ class RolloutEngine:
 
     Every rank of a replica calls `generate` with the same prompts in the same order; requests are added in that order
     and each has its own seed, so the ranks take the same decisions without talking about them. `before_build` runs
-    between vLLM's import and the building of its model (the bridge registers its loader there).
+    between vLLM's import and the building of its model (the bridge registers its loader there). eos_token_ids must hold
+    those of generation_config.json, at which vLLM stops in any case (unless rollout.ignore_eos).
+
+    Keep the engine until the process ends: vLLM's shutdown, which also runs when the engine is garbage collected,
+    destroys torch.distributed's default process group, the trainer's world.
     """
 
     def __init__(
@@ -60,7 +68,7 @@ class RolloutEngine:
 
         platform.prepare_vllm()
         before_build()
-        self._section, self._seed = section, seed
+        self._section, self._seed, self._can_sleep = section, seed, platform.can_sleep
         self._max_response_length = max_response_length
         self._eos = list(eos_token_ids)
         self._sampling_params = SamplingParams
@@ -156,14 +164,18 @@ class RolloutEngine:
         return [flat.logprobs[start] for start in flat.start_indices[1:]]
 
     def reset_prefix_cache(self) -> None:
-        """Forget cached keys and values: they belong to the weights before a sync."""
-        self._engine.reset_prefix_cache()
+        """Forget cached keys and values: they belong to the weights before a sync. Raises where a request runs."""
+        if not self._engine.reset_prefix_cache():
+            raise RuntimeError("rollout: vLLM kept its prefix cache, some request still holds blocks of it")
 
     def sleep(self) -> None:
         """Give weights and KV cache memory back to the trainer; the next sync fills the weights again."""
+        assert self._can_sleep, "this platform's vLLM has no sleep mode"
         self._llm.sleep(level=2)
 
     def wake(self) -> None:
+        """Take the memory back, at the same addresses; weights and KV cache hold nothing of before."""
+        assert self._can_sleep, "this platform's vLLM has no sleep mode"
         self._llm.wake_up()
 
 
@@ -181,10 +193,11 @@ def _completion(output: Any, key: tuple[int, int]) -> Completion:
 def check_replica_agrees(completions: Sequence[Completion], group: dist.ProcessGroup) -> None:
     """Raise where the ranks of a replica sampled different tokens: their vLLM schedulers have come apart.
 
-    Compares one hash over the replica's (gloo) group; the tokens themselves do not travel.
+    Compares one hash over the replica's (gloo) group; the tokens themselves do not travel. Collective.
     """
     digest = hashlib.blake2b(digest_size=16)
     for completion in completions:
+        digest.update(len(completion.token_ids).to_bytes(8, "little"))  # [1], [2, 3] is not [1, 2], [3]
         digest.update(completion.token_ids.tobytes())
     hashes: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(hashes, digest.hexdigest(), group=group)

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from mrl.rollout.engine import Completion
 
-LENGTH, STOP = 1, 0
-
 
 @dataclass(frozen=True)
 class RolloutBatch:
@@ -46,57 +44,55 @@ def share_rollouts(
     """Spread each replica's completions from its TP rank 0 over the (gloo) group of all ranks.
 
     completions: this replica's, in (prompt, sample) order; every rank of the replica passes its own equal copy.
+    Collective: three all-reduces, whatever the number of replicas.
     """
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
-    replicas = world // tp
-    speaks = rank % tp == 0
-    token_parts, log_prob_parts, meta_parts = [], [], []
-    for replica in range(replicas):
-        source = dist.get_global_rank(group, replica * tp)
-        rows = len(replica_slice(num_prompts, replicas, replica)) * n
-        mine = speaks and rank // tp == replica
-        meta = torch.zeros(rows, 2, dtype=torch.int32)  # length, truncated
-        if mine:
-            assert len(completions) == rows, f"{len(completions)} completions for {rows} samples"
-            cut = [LENGTH if c.finish_reason == "length" else STOP for c in completions]
-            meta = torch.tensor(
-                [[len(c.token_ids), t] for c, t in zip(completions, cut, strict=True)], dtype=torch.int32
-            )
-            meta = meta.view(rows, 2)
-        dist.broadcast(meta, source, group=group)
-        total = int(meta[:, 0].sum())
-        tokens = torch.zeros(total, dtype=torch.int32)
-        log_probs = torch.zeros(total, dtype=torch.float32)
-        if mine and rows:
-            tokens = torch.from_numpy(np.concatenate([np.frombuffer(c.token_ids, np.int64) for c in completions])).int()
-            log_probs = torch.from_numpy(
-                np.concatenate([np.frombuffer(c.log_probs, np.float64) for c in completions])
-            ).float()
-        if total:
-            dist.broadcast(tokens, source, group=group)
-            dist.broadcast(log_probs, source, group=group)
-        meta_parts.append(meta)
-        token_parts.append(tokens)
-        log_prob_parts.append(log_probs)
-    meta = torch.cat(meta_parts)
+    mine = _local_rows(num_prompts, n, tp, group)
+    assert len(completions) == len(mine), f"{len(completions)} completions for {len(mine)} samples"
+    speaks = dist.get_rank(group) % tp == 0
+    meta = torch.zeros(num_prompts * n, 2, dtype=torch.int32)  # length, truncated
+    if speaks:
+        local = [[len(c.token_ids), c.finish_reason == "length"] for c in completions]
+        meta[mine.start : mine.stop] = torch.tensor(local, dtype=torch.int32).view(len(mine), 2)
+    _sum_of_parts(meta, group)
     lengths = meta[:, 0].long()
-    mask = torch.arange(max(1, int(lengths.max()))) < lengths[:, None]
+    ends = lengths.cumsum(0)
+    tokens = torch.zeros(int(ends[-1]), dtype=torch.int32)
+    log_probs = torch.zeros(int(ends[-1]), dtype=torch.float32)
+    if speaks:
+        for row, completion in zip(mine, completions, strict=True):
+            span = slice(int(ends[row] - lengths[row]), int(ends[row]))
+            tokens[span] = torch.from_numpy(np.frombuffer(completion.token_ids, np.int64).astype(np.int32))
+            log_probs[span] = torch.from_numpy(np.frombuffer(completion.log_probs, np.float64).astype(np.float32))
+    _sum_of_parts(tokens, group)
+    _sum_of_parts(log_probs, group)
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]
     responses = torch.zeros(mask.shape, dtype=torch.int64)
     log_probs_BR = torch.zeros(mask.shape, dtype=torch.float32)
-    responses[mask] = torch.cat(token_parts).long()
-    log_probs_BR[mask] = torch.cat(log_prob_parts)
-    return RolloutBatch(responses, mask, log_probs_BR, lengths, meta[:, 1] == LENGTH)
+    responses[mask] = tokens.long()
+    log_probs_BR[mask] = log_probs
+    return RolloutBatch(responses, mask, log_probs_BR, lengths, meta[:, 1].bool())
 
 
 def share_rows(rows: Tensor, *, num_prompts: int, n: int, tp: int, group: dist.ProcessGroup) -> Tensor:
-    """Spread per-sample rows [local samples, K] fp64 from each replica's TP rank 0; returns [B, K] on every rank."""
-    rank, replicas = dist.get_rank(group), dist.get_world_size(group) // tp
-    parts = []
-    for replica in range(replicas):
-        count = len(replica_slice(num_prompts, replicas, replica)) * n
-        part = rows if rank == replica * tp else torch.zeros(count, rows.shape[1], dtype=rows.dtype)
-        assert part.shape[0] == count, f"{part.shape[0]} rows for {count} samples"
-        part = part.contiguous()
-        dist.broadcast(part, dist.get_global_rank(group, replica * tp), group=group)
-        parts.append(part)
-    return torch.cat(parts)
+    """Spread per-sample rows [local samples, K] fp64 from each replica's TP rank 0; returns [B, K] on every rank.
+
+    What the other TP ranks pass is not looked at, but for K, which is the same everywhere. Collective.
+    """
+    mine = _local_rows(num_prompts, n, tp, group)
+    shared = torch.zeros(num_prompts * n, rows.shape[1], dtype=rows.dtype)
+    if dist.get_rank(group) % tp == 0:
+        assert rows.shape[0] == len(mine), f"{rows.shape[0]} rows for {len(mine)} samples"
+        shared[mine.start : mine.stop] = rows
+    _sum_of_parts(shared, group)
+    return shared
+
+
+def _local_rows(num_prompts: int, n: int, tp: int, group: dist.ProcessGroup) -> range:
+    """Rows of the batch that this rank's replica sampled."""
+    prompts = replica_slice(num_prompts, dist.get_world_size(group) // tp, dist.get_rank(group) // tp)
+    return range(prompts.start * n, prompts.stop * n)
+
+
+def _sum_of_parts(part: Tensor, group: dist.ProcessGroup) -> None:
+    """Fill in, in place, the elements that other ranks hold. Exact: each is non-zero on one rank at most."""
+    dist.all_reduce(part, group=group)
