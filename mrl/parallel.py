@@ -57,18 +57,19 @@ def initialise_distributed(backend: str, timeout_s: float = 1800.0) -> tuple[int
     return dist.get_rank(), dist.get_world_size()
 
 
+def shut_down_distributed() -> None:
+    """Take all groups down at the end of a run; collective. Without it NCCL warns, and may hang, at exit."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def initialise_megatron(layout: ParallelLayout, seed: int) -> None:
     """Build Megatron-Core's groups for `layout` and seed its random state. Call within `platform.megatron()`."""
     from megatron.core import parallel_state, tensor_parallel
 
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        create_gloo_process_groups=False,  # a second set of groups, of use only to Megatron-Core's own checkpoints
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-
-
-def destroy_megatron() -> None:
-    """Take Megatron-Core's groups down again, so that another layout can follow in the same process."""
-    from megatron.core import parallel_state
-
-    parallel_state.destroy_model_parallel()

@@ -20,7 +20,7 @@ from mrl.metrics.curves import plot_run
 from mrl.metrics.live import SilentView, View, closing_lines, open_view
 from mrl.metrics.timers import Timers
 from mrl.metrics.writers import RunWriter
-from mrl.parallel import initialise_distributed
+from mrl.parallel import initialise_distributed, shut_down_distributed
 from mrl.platform import select_platform
 from mrl.setup import Parts, build_parts
 from mrl.stages import Rollouts, Scores
@@ -124,3 +124,4 @@ def run_worker(config: RunConfig, config_path: Path, run_dir: Path, terminal: Te
             plot_run(run_dir)
             for line in closing_lines(run_dir, trainer.history, time.monotonic() - start):
                 view.message(line)
+    shut_down_distributed()

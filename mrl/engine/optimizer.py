@@ -60,7 +60,7 @@ class GuardedOptimizer:
             params_dtype=dtype,
             use_distributed_optimizer=True,
         )
-        self.megatron: Any = get_megatron_optimizer(config, chunks)
+        self.megatron: Any = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
         for group in self.megatron.param_groups:
             # Norms and biases carry wd_mult 0; only Megatron-Core's own scheduler would apply it.
             group["weight_decay"] = section.weight_decay * group["wd_mult"]

@@ -114,8 +114,8 @@ class PlainView:
     def _end_phase(self) -> None:
         if self._phase is not None:
             text, start = self._phase
-            self.message(f"{text} ({time.monotonic() - start:.1f} s)")
             self._phase = None
+            self.message(f"{text} ({time.monotonic() - start:.1f} s)")
 
     def stage(self, name: str) -> None:
         self._end_phase()
@@ -134,6 +134,7 @@ class PlainView:
         self.message("  ".join(parts))
 
     def message(self, text: str) -> None:
+        self._end_phase()
         print(text, file=self._stream, flush=True)
 
     def close(self) -> None:

@@ -160,7 +160,7 @@ def value_loss(
         mean={
             "vf_loss": (loss_sum.detach().double(), count),
             "vf_clipfrac": (masked_sum(held, mask), count),
-            "values": (masked_sum(values.detach(), mask), count),
+            "vpred_mean": (masked_sum(values.detach(), mask), count),
         }
     )
     return LossOutput(loss_sum, metrics)

@@ -5,6 +5,7 @@ Every function is importable and takes plain arguments; results come back as CPU
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from mrl.data.batching import build_micro_batches
 from mrl.engine.engine import EngineOptions, HeadOutput, MegatronEngine
 from mrl.engine.micro_batch import MicroBatch
 from mrl.models.rope import read_rope
-from mrl.parallel import ParallelLayout, destroy_megatron, initialise_megatron
+from mrl.parallel import ParallelLayout, initialise_megatron
 from mrl.platform import select_platform
 
 LENGTHS = [(3, 4), (1, 1), (5, 7), (1, 9), (2, 2), (6, 1), (1, 12), (4, 3)]
@@ -43,6 +44,19 @@ def token_weights(shape: tuple[int, int]) -> Tensor:
     return torch.linspace(-1.0, 2.0, shape[0] * shape[1]).view(shape)
 
 
+def destroy_megatron(kept: set[dist.ProcessGroup]) -> None:
+    """Take Megatron-Core's groups down, so that another layout can follow. Each gloo group left would cost threads.
+
+    kept: the groups that were there before Megatron-Core's.
+    """
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    for group in set(dist.distributed_c10d._world.pg_map) - kept:
+        dist.destroy_process_group(group)
+    gc.collect()  # engines hold groups, in cycles
+
+
 class Bench:
     """An engine of one layout in this gang, torn down with its groups."""
 
@@ -54,6 +68,7 @@ class Bench:
         sequence_parallel = options.pop("sequence_parallel", tp > 1)
         max_length = options.pop("max_length", 64)
         self.layout = ParallelLayout(world, tp, pp, sequence_parallel=sequence_parallel)
+        self._kept_groups = set(dist.distributed_c10d._world.pg_map)
         with platform.megatron():
             initialise_megatron(self.layout, seed=1)
         self.facts = facts_of(path)
@@ -72,7 +87,8 @@ class Bench:
 
     def __exit__(self, *exc: object) -> None:
         dist.barrier()
-        destroy_megatron()
+        del self.engine
+        destroy_megatron(self._kept_groups)
 
     def micro_batches(self, max_tokens: int, samples: list[int] | None = None) -> list[MicroBatch]:
         prompts, responses, lengths, mask = sequences(self.facts.vocab_size)

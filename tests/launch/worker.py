@@ -17,6 +17,9 @@ def body(behaviour: str, run_dir: Path, rank: int) -> int:
     redirect_output(rank_log(run_dir, rank))
     print(f"OMP_NUM_THREADS {os.environ['OMP_NUM_THREADS']} world {os.environ['WORLD_SIZE']}", flush=True)
     fails = rank == 1
+    if fails:  # not before the other has spoken: the agent ends it at once, and the tests read its log
+        while not (log := rank_log(run_dir, 0)).exists() or not log.stat().st_size:
+            time.sleep(0.01)
     match behaviour:
         case "user" if fails:
             raise ValueError("rollout.n=0 must be > 0")

@@ -215,11 +215,11 @@ def test_value_loss(tokens: Tokens, value_clip: float | None) -> None:
     np.testing.assert_allclose(values.grad, gradient, rtol=1e-10, atol=1e-10)
     mean = output.metrics.mean
     assert {name: int(count) for name, (_, count) in mean.items()} == dict.fromkeys(
-        ["vf_loss", "vf_clipfrac", "values"], len(valid)
+        ["vf_loss", "vf_clipfrac", "vpred_mean"], len(valid)
     )
     assert float(mean["vf_loss"][0]) == pytest.approx(expected, rel=1e-10, abs=1e-10)
     assert float(mean["vf_clipfrac"][0]) == sum(row[2] for row in rows)
-    assert float(mean["values"][0]) == pytest.approx(math.fsum(tokens.new[i] for i in valid), abs=1e-9)
+    assert float(mean["vpred_mean"][0]) == pytest.approx(math.fsum(tokens.new[i] for i in valid), abs=1e-9)
 
 
 @pytest.mark.parametrize(
