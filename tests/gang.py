@@ -56,7 +56,8 @@ class Gang:
     """
 
     def __init__(self, world: int) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["tests.preload"])
         port = _free_port()
         self._pipes: list[Connection] = []
         self._processes = []

@@ -112,9 +112,7 @@ def rollouts(engine: RolloutEngine, tp: int) -> dict[str, Any]:
             seen.append(completion)
             still_running.append(len(mine) * SAMPLES - len(seen))
 
-        done = engine.generate(
-            [PROMPTS[i] for i in mine], list(mine), n=SAMPLES, step=step, on_finished=on_finished
-        )
+        done = engine.generate([PROMPTS[i] for i in mine], list(mine), n=SAMPLES, step=step, on_finished=on_finished)
         assert sorted(seen, key=lambda c: (c.prompt_index, c.sample_index)) == done
         check_replica_agrees(done, groups[rank // tp])
         batches.append(share_rollouts(done, num_prompts=len(PROMPTS), n=SAMPLES, tp=tp, group=group))
@@ -178,5 +176,3 @@ def recorded_communication() -> Iterator[dict[str, int]]:
     finally:
         for module, name, function in reversed(saved):
             setattr(module, name, function)
-
-
