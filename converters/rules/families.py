@@ -29,8 +29,6 @@ def _qwen3(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"qkv_bias": False, "qk_norm": True}
 
 
-_WINDOW = frozenset({"sliding_window", "max_window_layers", "layer_types"})  # without effect unless use_sliding_window
-
 FAMILIES: Mapping[str, Family] = {
     family.name: family
     for family in (
@@ -38,21 +36,18 @@ FAMILIES: Mapping[str, Family] = {
             "llama",
             ("LlamaForCausalLM",),
             refused={"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1, "attention_dropout": 0.0},
-            ignored=frozenset(),
             specialise=_llama,
         ),
         Family(
             "qwen2",
             ("Qwen2ForCausalLM",),
             refused={"use_sliding_window": False, "attention_dropout": 0.0},
-            ignored=_WINDOW,
             specialise=_qwen2,
         ),
         Family(
             "qwen3",
             ("Qwen3ForCausalLM",),
             refused={"use_sliding_window": False, "attention_bias": False, "attention_dropout": 0.0},
-            ignored=_WINDOW,
             specialise=_qwen3,
         ),
     )

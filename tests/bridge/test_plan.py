@@ -99,7 +99,7 @@ def test_a_box_nobody_holds_is_named() -> None:
 
 def test_overlapping_source_shards_are_named() -> None:
     a, b = Segment("w", (0,), (4,), 0, (1,)), Segment("w", (2,), (4,), 0, (1,))
-    with pytest.raises(ValueError, match="^w: source shards .* overlap"):
+    with pytest.raises(ValueError, match=r"^w: source shards .* overlap"):
         make_plan(0, {0: {"p": (a,)}, 1: {"p": (b,)}}, {0: {"q": (a,)}}, lambda _r, _p: "float32")
 
 

@@ -15,7 +15,7 @@ from mrl.bridge.tracing import TraceError, trace_loader
 from mrl.bridge.vllm_layout import LayoutError, VllmLayout, layout_from_writes, probe_values, prove_by_read_back
 
 SHAPE = (8, 6)
-NAMES = {"w": SHAPE}
+NAMES: dict[str, tuple[int, ...]] = {"w": SHAPE}
 
 
 class Holder(nn.Module):

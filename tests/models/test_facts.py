@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from converters.rules.facts import ModelFacts
-from converters.rules.families import facts_of
+from converters.rules.families import FAMILIES, facts_of
 from tests.tiny import tiny_config
 
 
@@ -49,7 +50,6 @@ def test_facts_of_each_family(tmp_path: Path, family: str, qkv_bias: bool, qk_no
         ("llama", {"mlp_bias": True}, "mlp_bias=True"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-        ("llama", {"logit_scale": 0.5}, "logit_scale=0.5: unknown field"),
         ("llama", {"num_key_value_heads": 3}, "num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True"),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
@@ -59,6 +59,36 @@ def test_refused_by_name(tmp_path: Path, family: str, changes: dict[str, Any], m
     with pytest.raises(ValueError, match=message) as caught:
         facts_of(write(tmp_path, family, **changes))
     assert "\n" not in str(caught.value)
+
+
+READ = {
+    "architectures", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "intermediate_size", "vocab_size", "rms_norm_eps", "hidden_act", "tie_word_embeddings", "max_position_embeddings",
+    "initializer_range", "rope_parameters", "layer_types", "bos_token_id", "eos_token_id",
+}  # fmt: skip
+"""Fields that mrl reads."""
+
+WITHOUT_EFFECT = {
+    "model_type", "transformers_version", "dtype", "use_cache", "pad_token_id", "is_encoder_decoder",
+    "output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward", "problem_type",
+    "id2label", "label2id", "_name_or_path",
+    # of effect only with use_sliding_window, which is refused
+    "sliding_window", "max_window_layers",
+}  # fmt: skip
+"""Fields that do not change what the model computes."""
+
+
+@pytest.mark.parametrize("config_class", [LlamaConfig, Qwen2Config, Qwen3Config])
+def test_every_field_that_transformers_knows_is_accounted_for(config_class: type[PreTrainedConfig]) -> None:
+    """A transformers that gives a family a new field fails here, not in a user's model."""
+    declared = set(config_class().to_dict())
+    assert declared - READ - WITHOUT_EFFECT <= FAMILIES[config_class.model_type].refused.keys()
+
+
+def test_fields_of_others_are_ignored(tmp_path: Path) -> None:
+    """As transformers does: published configs hold all kinds of notes."""
+    plain = facts_of(write(tmp_path, "llama"))
+    assert plain == facts_of(write(tmp_path, "llama", _model_name_or_path="x", **{"transformers.js_config": {"a": 1}}))
 
 
 def test_missing_field_and_malformed_files(tmp_path: Path) -> None:
