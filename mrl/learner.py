@@ -15,8 +15,8 @@ from torch import Tensor
 
 from mrl.config.schema import RunConfig
 from mrl.data.batching import build_micro_batches
+from mrl.data.micro_batch import MicroBatch
 from mrl.engine.engine import Loss, MegatronEngine
-from mrl.engine.micro_batch import MicroBatch
 from mrl.objectives import actor_loss, critic_loss
 from mrl.parallel import ParallelLayout
 from mrl.rl.aggregation import token_weights

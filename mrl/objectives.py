@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from mrl.config.schema import ActorSection, CriticSection
+from mrl.data.micro_batch import MicroBatch
 from mrl.engine.engine import HeadOutput, Loss
-from mrl.engine.micro_batch import MicroBatch
 from mrl.rl.losses import POLICY_LOSSES, PolicyLossOptions, PolicyTokens, entropy_bonus, kl_loss, value_loss
 from mrl.rl.metrics import TokenMetrics, merge_metrics
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mrl.data.micro_batch import MicroBatch
 from mrl.data.packing import pack, plan_micro_batches, response_state_index
-from mrl.engine.micro_batch import MicroBatch
 
 
 def build_micro_batches(

@@ -25,7 +25,7 @@ from converters.rules.facts import ModelFacts
 from converters.rules.megatron import Head, megatron_layout
 from converters.rules.segment import Segment
 from mrl.config.schema import OptimSection
-from mrl.engine.micro_batch import MicroBatch
+from mrl.data.micro_batch import MicroBatch
 from mrl.engine.optimizer import GuardedOptimizer, OptimizerStep
 from mrl.models.builder import TrunkModel, build_model, model_shard
 from mrl.models.heads import VocabParallelLogProbs

@@ -17,8 +17,8 @@ from converters.load import segment_view
 from converters.rules.families import facts_of
 from mrl.config.schema import OptimSection
 from mrl.data.batching import build_micro_batches
+from mrl.data.micro_batch import MicroBatch
 from mrl.engine.engine import EngineOptions, HeadOutput, MegatronEngine
-from mrl.engine.micro_batch import MicroBatch
 from mrl.models.rope import read_rope
 from mrl.parallel import ParallelLayout, initialise_megatron
 from mrl.platform import select_platform

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mrl.data.batching import build_micro_batches
-from mrl.engine.micro_batch import MicroBatch
+from mrl.data.micro_batch import MicroBatch
 from tests.engine.cases import sequences
 
 

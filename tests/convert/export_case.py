@@ -1,0 +1,33 @@
+"""Run by a gang: load a HF directory into an engine's shards and write it out again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from converters.export import export_hf
+from converters.rules.dense import hf_tensor_shapes
+from tests.engine.cases import Bench
+
+
+def round_trip(path: str, out: str, tp: int, pp: int, **options: Any) -> None:
+    """Load `path` cut into tp x pp and export to `out`; options: dtype, max_shard_bytes."""
+    max_shard_bytes = options.pop("max_shard_bytes", 1 << 40)
+    dtype = options.get("dtype", torch.float32)
+    group = dist.group.WORLD
+    assert group is not None
+    with Bench(path, tp, pp, "lm", **options) as bench:
+        export_hf(
+            Path(path),
+            Path(out),
+            hf_tensor_shapes(bench.facts),
+            {rank: bench.engine.layout_of(rank) for rank in range(dist.get_world_size())},
+            bench.engine.parameters(),
+            group,
+            dtype,
+            torch.device("cpu"),
+            max_shard_bytes,
+        )
