@@ -46,7 +46,10 @@ class HFCheckpoint:
         index_path = self.path / INDEX
         if not index_path.is_file():
             if not (self.path / SINGLE).is_file():
-                raise ValueError(f"{self.path}: neither {SINGLE} nor {INDEX}; only safetensors checkpoints are read")
+                raise ValueError(
+                    f"{self.path}: neither {SINGLE} nor {INDEX}; mrl reads safetensors checkpoints, "
+                    "or draws weights itself with model.init=random"
+                )
             return {SINGLE: None}
         try:
             weight_map: dict[str, str] = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]

@@ -37,8 +37,9 @@ def preflight(
 ) -> Preflight:
     """Load the configuration and check it against the world, the model, the reward and the data.
 
-    world_size: trainer.nproc_per_node where None. overwrite: None leaves the run directory unchecked. read_data: parse
-    every prompt row too (not tokenised). Raises ConfigError with every violation.
+    world_size: trainer.nproc_per_node where None. overwrite: None leaves the run directory unchecked. read_data: look
+    into the files too: every prompt row (not tokenised), the names and shapes of all weights. Raises ConfigError with
+    every violation.
     """
     parsed = parse_config(config_path, overrides)
     config, found = parsed.config, list(parsed.violations)
@@ -50,10 +51,12 @@ def preflight(
     inputs = _inputs(config, Path(config_path))
     more: list[str] = []
     if "model.path" not in parsed.broken:
-        more += _said(lambda: facts_of(model)) or _said(lambda: _check_weights(config, "model.path", model))
+        more += _said(lambda: facts_of(model)) or _said(lambda: _check_weights(config, "model.path", model, read_data))
     if config.needs_critic and config.critic.path not in (None, config.model.path):
         critic = Path(str(config.critic.path))
-        more += _said(lambda: facts_of(critic)) or _said(lambda: _check_weights(config, "critic.path", critic))
+        more += _said(lambda: facts_of(critic)) or _said(
+            lambda: _check_weights(config, "critic.path", critic, read_data)
+        )
     hf_config: dict[str, Any] | None = None
     if not _said(lambda: read_config(model)):
         hf_config = read_config(model)
@@ -85,11 +88,17 @@ def _inputs(config: RunConfig, config_path: Path) -> tuple[Path, ...]:
     return (config_path, Path(config.model.path), Path(str(config.critic.path)), *config.prompt_files(), *reward)
 
 
-def _check_weights(config: RunConfig, key: str, path: Path) -> None:
-    if config.model.init == "pretrained" and not any(path.glob("*.safetensors")):
-        raise ValueError(
-            f"{key}={path} holds no *.safetensors; give a directory with weights, or set model.init=random"
-        )
+def _check_weights(config: RunConfig, key: str, path: Path, read_data: bool) -> None:
+    """Names and shapes of all tensors against config.json, from the files' headers."""
+    if config.model.init == "pretrained" and read_data:
+        from converters.hf_checkpoint import HFCheckpoint  # imports torch
+        from converters.load import check_checkpoint
+
+        try:
+            with HFCheckpoint(path) as checkpoint:
+                check_checkpoint(checkpoint, facts_of(path))
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from None
 
 
 def _check_data(config: RunConfig, read_data: bool) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,7 @@ def level(module: str) -> int:
     raise AssertionError(f"{module} stands in no room; add it to ROOMS")
 
 
+@functools.cache
 def modules() -> dict[str, Path]:
     found = {}
     for package in ("mrl", "converters"):

@@ -141,7 +141,7 @@ ONE_FAULT: list[tuple[list[str], list[str]]] = [
     (["rollout.stop=['']"], ["rollout.stop", "empty", "remove it"]),
     # files
     (["model.path=nowhere"], ["nowhere/config.json", "model.path"]),
-    (["model.init=pretrained"], ["model.path=model", "safetensors", "model.init=random"]),
+    (["model.init=pretrained"], ["model.path: model", "safetensors", "model.init=random"]),
     (["critic.path=nowhere"], ["nowhere/config.json", "no such file"]),
     (["data.train_files=nowhere.jsonl"], ["nowhere.jsonl", "does not exist", "data.train_files"]),
     (["data.train_files=[]"], ["data.train_files", "empty"]),

@@ -142,5 +142,5 @@ def test_a_truncated_file_is_named(model: Path) -> None:
 
 
 def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="only safetensors checkpoints are read"):
+    with pytest.raises(ValueError, match=r"neither model\.safetensors nor .*; mrl reads safetensors"):
         HFCheckpoint(tmp_path)

@@ -1,0 +1,40 @@
+"""The command as a user runs it, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    """`mrl ARGUMENTS...` from the project's root, output in pipes, no terminal."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "mrl", *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(*arguments: str, timeout_s: float = 300) -> tuple[int, list[str]]:
+    """(exit code, lines on the terminal)"""
+    process = start(*arguments)
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        out, err = process.communicate()
+        raise AssertionError(f"mrl {' '.join(arguments)} took over {timeout_s} s:\n{out}{err}") from None
+    return process.returncode, (out + err).splitlines()
+
+
+def run_dir_override(path: Path) -> str:
+    return f"trainer.run_dir={path}"
