@@ -7,6 +7,7 @@ tensor parallelism fastest), so coordinates are a closed form of the rank and ne
 from __future__ import annotations
 
 import datetime
+import os
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -55,6 +56,11 @@ def initialise_distributed(backend: str, timeout_s: float = 1800.0) -> tuple[int
     if not dist.is_initialized():
         dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
     return dist.get_rank(), dist.get_world_size()
+
+
+def node_of(rank: int) -> int:
+    """The machine a rank runs on: torchrun numbers ranks machine by machine, equally many on each."""
+    return rank // int(os.environ["LOCAL_WORLD_SIZE"])
 
 
 def shut_down_distributed() -> None:

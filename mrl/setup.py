@@ -23,7 +23,7 @@ from mrl.data.tokenizer import TokenizerFacts, load_tokenizer, read_tokenizer_fa
 from mrl.engine.engine import EngineOptions, MegatronEngine
 from mrl.learner import Learner, Sequences
 from mrl.models.rope import Rope, read_rope
-from mrl.parallel import ParallelLayout, initialise_megatron
+from mrl.parallel import ParallelLayout, initialise_megatron, node_of
 from mrl.platform import Platform
 from mrl.rewards.scorer import RewardScorer
 from mrl.rl.kl import build_kl_controller
@@ -139,6 +139,7 @@ def build_parts(
         rollout,
         scorer,
         bridge,
+        platform,
         build_kl_controller(control.type, control.kl_coef, control.target_kl_per_token, control.horizon),
         rollout_group=host_group,
         reward_group=dist.new_group(backend="gloo"),
@@ -275,7 +276,7 @@ def _build_rollout(
     sources = {rank: actor.layout_of(rank) for rank in range(world)}
     group = dist.group.WORLD
     assert group is not None
-    bridge = WeightBridge(sources, actor.parameters, layout, live, group, config.bridge.bucket_mib << 20)
+    bridge = WeightBridge(sources, actor.parameters, layout, live, group, config.bridge.bucket_mib << 20, node_of)
     return rollout, bridge
 
 

@@ -21,6 +21,7 @@ from mrl.data.tokenizer import decode_response
 from mrl.dataflow import Context
 from mrl.learner import Learner, Sequences
 from mrl.metrics.reduce import MetricSet
+from mrl.platform import Platform
 from mrl.rewards.protocol import RewardSample
 from mrl.rewards.scorer import RewardScorer
 from mrl.rl.advantages import ADVANTAGES, AdvantageInputs
@@ -75,6 +76,7 @@ class Stages:
         rollout: RolloutEngine,
         scorer: RewardScorer | None,
         bridge: WeightBridge,
+        platform: Platform,
         kl_controller: KlController,
         rollout_group: dist.ProcessGroup,
         reward_group: dist.ProcessGroup,
@@ -83,6 +85,7 @@ class Stages:
         self.config, self.rank, self.world = config, rank, world
         self._tokenizer, self._learner = tokenizer, learner
         self._rollout, self._scorer, self._bridge, self._kl = rollout, scorer, bridge, kl_controller
+        self._platform = platform
         # Rewards are collected beside device stages, so their collectives have a group of their own.
         self._rollout_group, self._reward_group, self._replica_group = rollout_group, reward_group, replica_group
         self._tp = config.rollout.tensor_model_parallel_size
@@ -264,6 +267,7 @@ class Stages:
     def sync_weights(self) -> dict[str, float]:
         """Bring vLLM to the actor's weights; the one path for start, resume and every step."""
         stats = self._bridge.sync()
+        self._platform.synchronize()
         self._rollout.reset_prefix_cache()
         totals = torch.tensor([stats.bytes_received, stats.lower_bound_bytes, stats.elements_bound])
         largest = totals[0].clone()

@@ -24,7 +24,7 @@ def start(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def run(*arguments: str, timeout_s: float = 300) -> tuple[int, list[str]]:
+def run(*arguments: str, timeout_s: float = 600) -> tuple[int, list[str]]:
     """(exit code, lines on the terminal)"""
     process = start(*arguments)
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,14 +24,14 @@ class SyncStats:
     bytes_received: int
     lower_bound_bytes: int
     elements_bound: int
-    seconds: float
 
 
 class WeightBridge:
     """Sources are the actor's parameters, destinations vLLM's; both are looked up again at every sync.
 
     Construction is collective over `group` and exchanges metadata only: every rank's traced vLLM layout. `sources`
-    (any rank's Megatron-Core layout) is a closed form. `sync` uses point-to-point messages alone.
+    (any rank's Megatron-Core layout) is a closed form. node_of(rank): the machine a rank runs on. `sync` uses
+    point-to-point messages alone.
     """
 
     def __init__(
@@ -43,6 +42,7 @@ class WeightBridge:
         destination_tensors: LiveTensors,
         group: dist.ProcessGroup,
         bucket_bytes: int,
+        node_of: Callable[[int], int],
     ) -> None:
         self._group, self._bucket_bytes = group, bucket_bytes
         self._source_tensors, self._destination_tensors = source_tensors, destination_tensors
@@ -57,6 +57,7 @@ class WeightBridge:
             sources,
             {rank: segments for rank, (segments, _) in enumerate(gathered)},
             lambda rank, parameter: gathered[rank][1][parameter],
+            node_of,
         )
         self._pads_zeroed_at: dict[str, int] = {}
 
@@ -71,12 +72,10 @@ class WeightBridge:
 
     def sync(self) -> SyncStats:
         """Collective: bring vLLM's parameters to the actor's current weights."""
-        start = time.perf_counter()
         source, destination = self._source_tensors(), self._destination_tensors()
         self._zero_new_pads(destination)
         stats = execute(self._plan, source.__getitem__, destination.__getitem__, self._group, self._bucket_bytes)
-        seconds = time.perf_counter() - start
-        return SyncStats(stats.bytes_received, self._plan.lower_bound_bytes, self._plan.elements_bound, seconds)
+        return SyncStats(stats.bytes_received, self._plan.lower_bound_bytes, self._plan.elements_bound)
 
     def _zero_new_pads(self, destination: Mapping[str, Tensor]) -> None:
         """Pad rows are no one's Segment: zero them when their storage is new (first sync, after a wake-up)."""

@@ -8,7 +8,6 @@ and is an error naming it.
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -141,16 +140,6 @@ def _extent(segment: Segment) -> int:
     return 1 + sum((n - 1) * stride for n, stride in zip(segment.size, segment.strides, strict=True))
 
 
-def zero_pads(layout: VllmLayout, parameters: Mapping[str, Tensor]) -> None:
-    """Zero the parameters that have pads: called before the first sync fills the rest."""
-    for name in layout.pad_elements:
-        parameters[name].zero_()
-
-
 def vllm_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The live parameters, tied ones once."""
     return ((name, parameter.data) for name, parameter in model.named_parameters())
-
-
-def total_elements(parameters: Mapping[str, Tensor]) -> int:
-    return sum(math.prod(p.shape) for p in parameters.values())

@@ -147,7 +147,7 @@ class LiveView:
     def __init__(self, stream: TextIO, name: str, total_steps: int) -> None:
         self._name, self._total = name, total_steps
         self._history: list[dict[str, float]] = []
-        self._now = "starting"
+        self._now, self._since = "starting", time.monotonic()
         self._spinner = Spinner("dots")
         self._console = Console(file=stream, force_terminal=True)
         self._live = Live(
@@ -157,10 +157,10 @@ class LiveView:
         self._live.start()
 
     def phase(self, text: str) -> None:
-        self._now = text
+        self._now, self._since = text, time.monotonic()
 
     def stage(self, name: str) -> None:
-        self._now = name
+        self.phase(name)
 
     def step(self, metrics: Mapping[str, float]) -> None:
         # A new list, because the drawing thread may be reading the old one.
@@ -184,7 +184,9 @@ class LiveView:
             overflow="ellipsis", no_wrap=True,
         )  # fmt: skip
         bar = ProgressBar(total=self._total, completed=done, width=max(10, min(60, width - 22)))
-        self._spinner.update(text=Text(self._now, style="cyan"))
+        seconds = time.monotonic() - self._since
+        elapsed = f" {clock(seconds)}" if seconds >= 2 else ""
+        self._spinner.update(text=Text(self._now + elapsed, style="cyan"))
         progress = Table.grid(padding=(0, 2))
         progress.add_row(bar, Text("") if self._now == "done" else self._spinner)
         parts: list[RenderableType] = [headline, progress]

@@ -23,8 +23,6 @@ class Platform(Protocol):
     """True where vLLM cannot capture CUDA graphs."""
     transformer_engine: bool
     """True where Transformer Engine's layers are used; False takes Megatron-Core's local layer spec."""
-    can_sleep: bool
-    """True where vLLM's sleep mode can free the rollout memory."""
 
     @property
     def device(self) -> torch.device: ...
@@ -41,9 +39,8 @@ class Platform(Protocol):
     def prepare_vllm(self) -> None:
         """Make vLLM's layers safe to write weights into; called after its import, before its model is built."""
 
-    def synchronize(self) -> None: ...
-
-    def empty_cache(self) -> None: ...
+    def synchronize(self) -> None:
+        """Wait for the device, so that what was timed has happened."""
 
     def peak_memory_gib(self) -> float | None:
         """Peak device memory since start, in GiB; None where there is no device memory of its own."""

@@ -24,7 +24,6 @@ class CpuPlatform:
     name = "cpu"
     distributed_backend = "gloo"
     rollout_eager = True
-    can_sleep = False
     transformer_engine = False
 
     def __init__(self) -> None:
@@ -56,9 +55,6 @@ class CpuPlatform:
 
     def synchronize(self) -> None:
         """CPU work is synchronous."""
-
-    def empty_cache(self) -> None:
-        """The CPU allocator keeps no cache."""
 
     def peak_memory_gib(self) -> float | None:
         return None

@@ -12,7 +12,6 @@ class CudaPlatform:
     name = "cuda"
     distributed_backend = "nccl"
     rollout_eager = False
-    can_sleep = True
 
     def __init__(self) -> None:
         # Read when the CUDA context is made: kernels of one queue start in order, which overlaps TP communication.
@@ -44,9 +43,6 @@ class CudaPlatform:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
-
-    def empty_cache(self) -> None:
-        torch.cuda.empty_cache()
 
     def peak_memory_gib(self) -> float | None:
         return torch.cuda.max_memory_allocated() / 2**30

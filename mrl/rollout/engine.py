@@ -68,7 +68,7 @@ class RolloutEngine:
 
         platform.prepare_vllm()
         before_build()
-        self._section, self._seed, self._can_sleep = section, seed, platform.can_sleep
+        self._section, self._seed = section, seed
         self._max_response_length = max_response_length
         self._eos = list(eos_token_ids)
         self._sampling_params = SamplingParams
@@ -85,7 +85,6 @@ class RolloutEngine:
             enable_prefix_caching=True,
             enforce_eager=section.enforce_eager or platform.rollout_eager,
             gpu_memory_utilization=section.gpu_memory_utilization,
-            enable_sleep_mode=platform.can_sleep,
             # Tokens go in and come out; only stop strings need vLLM to hold a tokenizer.
             skip_tokenizer_init=not section.stop,
             logprobs_mode="processed_logprobs",
@@ -167,16 +166,6 @@ class RolloutEngine:
         """Forget cached keys and values: they belong to the weights before a sync. Raises where a request runs."""
         if not self._engine.reset_prefix_cache():
             raise RuntimeError("rollout: vLLM kept its prefix cache, some request still holds blocks of it")
-
-    def sleep(self) -> None:
-        """Give weights and KV cache memory back to the trainer; the next sync fills the weights again."""
-        assert self._can_sleep, "this platform's vLLM has no sleep mode"
-        self._llm.sleep(level=2)
-
-    def wake(self) -> None:
-        """Take the memory back, at the same addresses; weights and KV cache hold nothing of before."""
-        assert self._can_sleep, "this platform's vLLM has no sleep mode"
-        self._llm.wake_up()
 
 
 def _completion(output: Any, key: tuple[int, int]) -> Completion:

@@ -130,7 +130,7 @@ def unbound_parameter() -> str:
     assert group is not None
     live = {"weight": torch.zeros(SHAPE), "forgotten": torch.zeros(3)}
     try:
-        WeightBridge({0: layout.segments}, lambda: live, layout, lambda: live, group, 1 << 20)
+        WeightBridge({0: layout.segments}, lambda: live, layout, lambda: live, group, 1 << 20, lambda _rank: 0)
     except LayoutError as error:
         return str(error)
     return "no error"

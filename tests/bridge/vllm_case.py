@@ -69,7 +69,7 @@ def bridged(path: str, out: str, tp: int, pp: int, rollout_tp: int, bucket_bytes
     group = dist.group.WORLD
     assert group is not None
     sources = {rank: bench.engine.layout_of(rank) for rank in range(world)}
-    bridge = WeightBridge(sources, bench.engine.parameters, layout, live, group, bucket_bytes)
+    bridge = WeightBridge(sources, bench.engine.parameters, layout, live, group, bucket_bytes, lambda _rank: 0)
 
     first = bridge.sync()
     rollout.reset_prefix_cache()
