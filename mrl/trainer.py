@@ -122,6 +122,7 @@ def run_worker(config: RunConfig, config_path: Path, run_dir: Path, terminal: Te
         trainer.fit()
         if rank == 0:
             plot_run(run_dir)
+            view.close()
             for line in closing_lines(run_dir, trainer.history, time.monotonic() - start):
                 view.message(line)
     shut_down_distributed()

@@ -30,18 +30,18 @@ def plot_run(run_dir: Path) -> Path:
     reward.fill_between(steps, low, high, color=BLUE, alpha=0.12, linewidth=0, label="min to max")
     _finish(reward, "Reward", "score")
 
-    _line(kl, steps, rows, "actor/reward_kl", "to the reference, in the reward", ORANGE)
-    _line(kl, steps, rows, "actor/kl_loss", "to the reference, in the loss", ORANGE)
-    _line(kl, steps, rows, "actor/ppo_kl", "old to new policy", GREY)
+    _line(kl, steps, rows, "actor/reward_kl", "reference, in reward", ORANGE)
+    _line(kl, steps, rows, "actor/kl_loss", "reference, in loss", ORANGE)
+    _line(kl, steps, rows, "actor/ppo_kl", "old policy", GREY)
     _finish(kl, "KL divergence", "nats per token")
 
-    _line(length, steps, rows, "response_length/mean", "response length", GREEN)
-    _finish(length, "Response length and entropy", "tokens")
+    _line(length, steps, rows, "response_length/mean", "length", GREEN)
+    _finish(length, "Length, entropy", "tokens")
     entropy = length.twinx()
     _line(entropy, steps, rows, "actor/entropy", "entropy (right)", ORANGE)
     entropy.set_ylabel("nats per token")
     entropy.spines[["top"]].set_visible(False)
-    length.legend(handles=[*length.get_lines(), *entropy.get_lines()], fontsize=8, frameon=False, loc="center left")
+    _legend(length, *length.get_lines(), *entropy.get_lines())
 
     names = [n for n in _stage_names(rows) if any(v > 0 for v in _column(rows, f"timing_s/{n}"))]
     if names:
@@ -85,4 +85,8 @@ def _finish(axis: Any, title: str, unit: str) -> None:
 
 def _legend(axis: Any, *handles: Any) -> None:
     if handles:
-        axis.legend(handles=handles, fontsize=8, frameon=False)
+        # Beside the title, where no curve can pass.
+        axis.legend(
+            handles=handles, fontsize=8, frameon=False, loc="lower right", bbox_to_anchor=(1.0, 0.99),
+            ncols=len(handles), borderaxespad=0.0, handlelength=1.2, columnspacing=1.0,
+        )  # fmt: skip

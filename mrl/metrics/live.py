@@ -44,9 +44,10 @@ class View(Protocol):
         """A step is done."""
 
     def message(self, text: str) -> None:
-        """A line that stays."""
+        """A line that stays; after `close` it stands below everything."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """The run is over. May be called twice."""
 
 
 class SilentView:

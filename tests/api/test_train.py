@@ -32,8 +32,8 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     code, lines = run("train", DEMO, run_dir_override(run_dir))
     assert code == 0, "\n".join(lines)
     assert lines[0] == f"mrl: 2 processes, writing to {run_dir} (logs in {run_dir / 'logs'})"
-    assert sum(line.startswith("step ") for line in lines) == 60
-    assert any(line.startswith("done: 60 steps in ") for line in lines[-3:])
+    assert sum(line.startswith("step ") for line in lines) == 45
+    assert any(line.startswith("done: 45 steps in ") for line in lines[-3:])
     return run_dir
 
 
@@ -77,7 +77,7 @@ def test_its_final_model_answers_in_plain_transformers(demo: Path) -> None:
 
 def test_its_metrics(demo: Path) -> None:
     rows = read_metrics(demo)
-    assert [row["step"] for row in rows] == list(range(1, 61))
+    assert [row["step"] for row in rows] == list(range(1, 46))
     for row in rows:
         assert row.keys() >= {
             "critic/score/mean", "critic/rewards/mean", "critic/advantages/mean", "critic/returns/mean",
@@ -97,7 +97,7 @@ def test_its_metrics(demo: Path) -> None:
 
 def test_its_rollouts(demo: Path) -> None:
     rows = rollout_rows(demo)
-    assert len(rows) == 60 * 64
+    assert len(rows) == 45 * 64
     assert len({row["response"] for row in rows[-64:]}) > 4
     for row in rows[:200]:
         assert list(row) == [
