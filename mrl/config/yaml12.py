@@ -44,6 +44,13 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
+def _represent_text(dumper: _Dumper, text: str) -> yaml.Node:
+    """PyYAML writes Unicode's other line breaks raw and reads them back changed; double quotes escape them."""
+    style = '"' if set(text) & set("\r\x85\u2028\u2029") else None
+    return dumper.represent_scalar(f"{_TAG}str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
 for _kind, _pattern, _first in _RESOLVERS:
     _Loader.add_implicit_resolver(_TAG + _kind, _pattern, _first)
     _Dumper.add_implicit_resolver(_TAG + _kind, _pattern, _first)

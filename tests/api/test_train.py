@@ -32,8 +32,8 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     code, lines = run("train", DEMO, run_dir_override(run_dir))
     assert code == 0, "\n".join(lines)
     assert lines[0] == f"mrl: 2 processes, writing to {run_dir} (logs in {run_dir / 'logs'})"
-    assert sum(line.startswith("step ") for line in lines) == 45
-    assert any(line.startswith("done: 45 steps in ") for line in lines[-3:])
+    assert sum(line.startswith("step ") for line in lines) == 40
+    assert any(line.startswith("done: 40 steps in ") for line in lines[-3:])
     return run_dir
 
 
@@ -77,7 +77,7 @@ def test_its_final_model_answers_in_plain_transformers(demo: Path) -> None:
 
 def test_its_metrics(demo: Path) -> None:
     rows = read_metrics(demo)
-    assert [row["step"] for row in rows] == list(range(1, 46))
+    assert [row["step"] for row in rows] == list(range(1, 41))
     for row in rows:
         assert row.keys() >= {
             "critic/score/mean", "critic/rewards/mean", "critic/advantages/mean", "critic/returns/mean",
@@ -89,7 +89,9 @@ def test_its_metrics(demo: Path) -> None:
             "perf/throughput", "memory/rss_gib", "sync/elements_bound",
         }  # fmt: skip
         assert None not in row.values()
-        assert row["sync/bytes_received"] == row["sync/lower_bound_bytes"] == 0  # TP2 to TP2: all is in place
+        # TP2 to TP2: all is in place, but for the 260 vocabulary rows of embedding and head. Megatron-Core cuts them
+        # 136 + 124, vLLM (which pads to a multiple of 64) 160 + 100: its rank 0 lacks 24 rows of 128 fp32 each.
+        assert row["sync/bytes_received"] == row["sync/lower_bound_bytes"] == 2 * 24 * 128 * 4
         assert (row["actor/first_log_ratio_max"] or 0.0) <= 1e-6
         assert (row["mismatch/exp_abs_diff"] or 2.0) < 1.0001
         assert row["actor/skipped_steps"] == row["critic/skipped_steps"] == row["reward/dropped"] == 0
@@ -97,7 +99,7 @@ def test_its_metrics(demo: Path) -> None:
 
 def test_its_rollouts(demo: Path) -> None:
     rows = rollout_rows(demo)
-    assert len(rows) == 45 * 64
+    assert len(rows) == 40 * 64
     assert len({row["response"] for row in rows[-64:]}) > 4
     for row in rows[:200]:
         assert list(row) == [

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mrl.cli import main
@@ -254,6 +254,7 @@ def test_yaml_scalars_follow_the_core_schema(config: Path) -> None:
 
 
 @settings(max_examples=60, deadline=None)
+@example(text="\u2028", number=1.0, kwargs={"a": "x\x85", "b": "\r\n\u2029"})
 @given(
     text=st.text(max_size=12)
     | st.sampled_from(["1e5", "yes", "null", "012", "0x1", "~", "", "a: b", "#", "- x", ".5"]),
