@@ -30,6 +30,7 @@ from mrl.rl.kl import build_kl_controller
 from mrl.rollout.engine import RolloutEngine
 from mrl.stages import Stages
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 GATES = {"float32": 1.0001, "bfloat16": 1.02}
 """mean(exp |d log p|) that rollout and trainer may differ by on the first sync (NUMERICS)."""
 
@@ -93,7 +94,9 @@ class Parts:
             )
 
     def _fixed_tokens(self) -> Tensor:
-        length = min(64, self.learner.config.data.max_prompt_length)
+        """64, or as many as fit vLLM's maximum length with one sampled after them."""
+        data = self.learner.config.data
+        length = min(64, data.max_prompt_length + data.max_response_length - 1)
         generator = torch.Generator().manual_seed(64)
         return torch.randint(0, self.facts.vocab_size, (max(2, length),), generator=generator)
 
@@ -217,7 +220,7 @@ def _build_learner(
     def engine(head: Any, optim: OptimSection | None, path: Path, steps: int) -> MegatronEngine:
         options = EngineOptions(
             head=head,
-            dtype=getattr(torch, config.model.dtype),
+            dtype=DTYPES[config.model.dtype],
             temperature=config.rollout.temperature,
             recompute=config.model.recompute if optim is not None else "none",
             overlap_grad_reduce=config.parallel.overlap_grad_reduce,

@@ -27,6 +27,10 @@ LENGTHS = [(3, 4), (1, 1), (5, 7), (1, 9), (2, 2), (6, 1), (1, 12), (4, 3)]
 """(prompt, response) tokens of the test sequences: odd lengths, one-token prompts and responses."""
 
 
+UNPACKED = 0
+"""A token budget that stands for one sequence a micro-batch."""
+
+
 def sequences(vocab: int) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
     """prompts, responses [B, R], lengths [B], mask [B, R]; one response has a gap in its mask."""
     generator = torch.Generator().manual_seed(3)
@@ -90,19 +94,26 @@ class Bench:
         del self.engine
         destroy_megatron(self._kept_groups)
 
-    def micro_batches(self, max_tokens: int, samples: list[int] | None = None) -> list[MicroBatch]:
+    def micro_batches(self, max_tokens: int) -> list[MicroBatch]:
+        """Packed to the budget; with UNPACKED one sequence a micro-batch."""
         prompts, responses, lengths, mask = sequences(self.facts.vocab_size)
-        return build_micro_batches(
-            prompts,
-            responses,
-            lengths,
-            mask,
-            list(range(len(prompts))) if samples is None else samples,
-            dp_size=self.layout.dp,
-            dp_rank=self.layout.coordinates(dist.get_rank()).dp,
-            max_tokens=max_tokens,
-            pad_multiple=self.layout.tp if self.layout.sequence_parallel else 1,
-        )
+        everything = list(range(len(prompts)))
+        unpacked = max_tokens == UNPACKED
+        return [
+            micro
+            for samples in ([[i] for i in everything] if unpacked else [everything])
+            for micro in build_micro_batches(
+                prompts,
+                responses,
+                lengths,
+                mask,
+                samples,
+                dp_size=self.layout.dp,
+                dp_rank=self.layout.coordinates(dist.get_rank()).dp,
+                max_tokens=1 << 20 if unpacked else max_tokens,
+                pad_multiple=self.layout.tp if self.layout.sequence_parallel else 1,
+            )
+        ]
 
     def hf_gradients(self) -> dict[str, Tensor]:
         """The mean gradient of every HF tensor (fp32), pieced together on rank 0 from all ranks' shards."""

@@ -14,17 +14,18 @@ from tests.engine import cases, oracle
 from tests.gang import Gang
 from tests.tiny import load_hf
 
-ALL_IN_ONE, SMALL = 512, 20
-"""Token budgets: one micro-batch for everything; several, the longest sequence nearly alone."""
+ALL_IN_ONE, SMALL, UNPACKED = 512, 20, cases.UNPACKED
+"""Token budgets: one micro-batch for everything; several; one for each sequence."""
 
 SPLITS = [
     (1, 1, 1, ALL_IN_ONE),
     (1, 1, 1, SMALL),
+    (1, 1, 1, UNPACKED),
     (2, 2, 1, ALL_IN_ONE),
     (2, 2, 1, SMALL),
     (2, 1, 2, SMALL),
     (2, 1, 1, SMALL),
-    (4, 2, 2, SMALL),
+    (4, 2, 2, UNPACKED),
     (4, 2, 1, ALL_IN_ONE),
     (4, 1, 2, SMALL),
     (4, 1, 1, SMALL),
@@ -38,7 +39,7 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize(("world", "tp", "pp"), [(1, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 2)])
-@pytest.mark.parametrize("max_tokens", [ALL_IN_ONE, SMALL])
+@pytest.mark.parametrize("max_tokens", [ALL_IN_ONE, UNPACKED])
 def test_logits_equal_transformers(
     gang: Callable[[int], Gang], tiny: Callable[..., str], family: str, world: int, tp: int, pp: int, max_tokens: int
 ) -> None:
