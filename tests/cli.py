@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
+DEMO = "configs/demo.yaml"
+DEMO_STEPS = 32
+"""Steps of the tests' demo run; `make demo` takes some more."""
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
@@ -38,3 +43,7 @@ def run(*arguments: str, timeout_s: float = 600) -> tuple[int, list[str]]:
 
 def run_dir_override(path: Path) -> str:
     return f"trainer.run_dir={path}"
+
+
+def rollout_rows(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.cli import DEMO, DEMO_STEPS, run, run_dir_override
 from tests.gang import Gang
 from tests.tiny import make_model
 
@@ -40,3 +41,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
         return str(made[key])
 
     return get
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of a whole demo run, made once a session."""
+    run_dir = tmp_path_factory.mktemp("demo") / "run"
+    code, lines = run("train", DEMO, run_dir_override(run_dir), f"trainer.total_steps={DEMO_STEPS}")
+    assert code == 0, "\n".join(lines)
+    assert lines[0] == f"mrl: 2 processes, writing to {run_dir} (logs in {run_dir / 'logs'})"
+    assert sum(line.startswith("step ") for line in lines) == DEMO_STEPS
+    assert lines[-3].startswith(f"done: {DEMO_STEPS} steps in ")
+    return run_dir

@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.cli import ROOT, run, run_dir_override
-
-DEMO = "configs/demo.yaml"
+from tests.cli import DEMO, ROOT, run, run_dir_override
 
 
 def tiny_with_tokenizer(path: Path) -> Path:
