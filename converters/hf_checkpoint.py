@@ -85,7 +85,7 @@ class HFCheckpoint:
     def read(self, name: str, box: Box) -> Tensor:
         """The given box of a tensor, in the file's dtype."""
         piece = self._files[self._owner[name]].get_slice(name)
-        return piece[tuple(slice(s, s + n) for s, n in zip(box.start, box.size, strict=True))]
+        return piece[box.slices]
 
     def check(self, expected: Mapping[str, tuple[int, ...]], tied_twin: tuple[str, str] | None = None) -> None:
         """Refuse any missing, unexpected or mis-shaped tensor, all of them in one error.

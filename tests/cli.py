@@ -15,11 +15,11 @@ DEMO_STEPS = 32
 """Steps of the tests' demo run; `make demo` takes some more."""
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
-    """`mrl ARGUMENTS...` from the project's root, output in pipes, no terminal."""
+def start_python(*arguments: str) -> subprocess.Popen[str]:
+    """`python ARGUMENTS...` from the project's root, as if no torchrun were around it; output in pipes, no terminal."""
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     return subprocess.Popen(
-        [sys.executable, "-m", "mrl", *arguments],
+        [sys.executable, *arguments],
         cwd=ROOT,
         env=environment,
         stdin=subprocess.DEVNULL,
@@ -27,6 +27,23 @@ def start(*arguments: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    """`mrl ARGUMENTS...`"""
+    return start_python("-m", "mrl", *arguments)
+
+
+def processes_of(run_dir: Path) -> list[int]:
+    """Processes whose command line names this run directory."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if str(run_dir).encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
 
 
 def run(*arguments: str, timeout_s: float = 600) -> tuple[int, list[str]]:

@@ -53,6 +53,11 @@ class Box:
     def numel(self) -> int:
         return math.prod(self.size)
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The box as an index into its tensor."""
+        return tuple(slice(start, start + size) for start, size in zip(self.start, self.size, strict=True))
+
     def intersect(self, other: Box) -> Box | None:
         """The common part of two boxes of one tensor, or None where they share no element."""
         lo = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))

@@ -78,7 +78,7 @@ class WeightBridge:
         return SyncStats(stats.bytes_received, self._plan.lower_bound_bytes, self._plan.elements_bound)
 
     def _zero_new_pads(self, destination: Mapping[str, Tensor]) -> None:
-        """Pad rows are no one's Segment: zero them when their storage is new (first sync, after a wake-up)."""
+        """Pad rows are no one's Segment: zero them when their storage is new, as at the first sync."""
         for name in self._layout.pad_elements:
             if self._pads_zeroed_at.get(name) != destination[name].data_ptr():
                 destination[name].zero_()

@@ -128,7 +128,7 @@ def prove_by_read_back(
         parameter = parameters[held[0][0]]
         values = probe_values(hf_name, hf_shapes[hf_name], parameter.dtype, parameter.device)
         for name, segment in held:
-            box = values[tuple(slice(s, s + n) for s, n in zip(segment.start, segment.size, strict=True))]
+            box = values[segment.box.slices]
             if not torch.equal(segment_view(parameters[name], segment), box):
                 raise LayoutError(
                     f"{name}: its values moved after loading (vLLM re-packed the layer); writing {hf_name} "

@@ -382,7 +382,7 @@ def test_overwriting_deletes_only_runs(config: Path) -> None:
 
 def test_configuration_and_checks_need_no_torch() -> None:
     code = "import sys, mrl.cli, mrl.config.load, mrl.config.rules, mrl.rundir, mrl.preflight, mrl.launch; "
-    code += "print(sorted({'torch', 'transformers', 'vllm'} & sys.modules.keys()))"
+    code += "print(sorted({'torch', 'transformers', 'vllm', 'megatron'} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
     done = subprocess.run(

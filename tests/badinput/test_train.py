@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.cli import DEMO, ROOT, run, run_dir_override
-
-
-def tiny_with_tokenizer(path: Path) -> Path:
-    """The demo's tokenizer beside a tiny model's weights."""
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (path / name).write_bytes((ROOT / "examples/demo/model" / name).read_bytes())
-    return path
+from tests.cli import DEMO, run, run_dir_override
 
 
 @pytest.mark.parametrize(
@@ -41,11 +35,7 @@ def test_before_anything_starts(tmp_path: Path, override: str, message: str) -> 
 
 
 def test_a_missing_tensor_and_an_unknown_family(tiny: Callable[..., str], tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    for file in Path(tiny("llama", vocab_size=260)).iterdir():
-        (model / file.name).write_bytes(file.read_bytes())
-    tiny_with_tokenizer(model)
+    model = Path(shutil.copytree(tiny("llama"), tmp_path / "model"))
     tensors = load_file(model / "model.safetensors")
     del tensors["model.layers.3.mlp.up_proj.weight"]
     save_file(tensors, model / "model.safetensors")

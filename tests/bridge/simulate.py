@@ -70,7 +70,7 @@ def training_tensors(facts: ModelFacts, layout: ParallelLayout, rank: int) -> di
 
 
 def box_of(weights: Mapping[str, Tensor], segment: Segment) -> Tensor:
-    return weights[segment.hf_name][tuple(slice(s, s + n) for s, n in zip(segment.start, segment.size, strict=True))]
+    return weights[segment.hf_name][segment.box.slices]
 
 
 def rollout_layouts(facts: ModelFacts, world: int, tp: int) -> dict[int, dict[str, tuple[Segment, ...]]]:

@@ -105,7 +105,7 @@ def test_samples_and_their_log_probs(case: dict[str, Any]) -> None:
 
 
 def test_finished_samples_come_out_while_others_generate(case: dict[str, Any]) -> None:
-    finished_early = [left for result in case["results"] for left in result["left_at_finish"] if left > 0]
+    finished_early = [left for result in case["results"] for left in result["running"] if left > 0]
     assert finished_early, "on_finished was only called at the end"
 
 

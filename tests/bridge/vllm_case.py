@@ -17,8 +17,8 @@ from mrl.bridge.sync import WeightBridge
 from mrl.bridge.vllm_layout import HF_SHAPES, LOAD_FORMAT, prove_by_read_back, register_traced_loader, vllm_parameters
 from mrl.config.schema import OptimSection, RolloutSection
 from mrl.rollout.engine import Completion, RolloutEngine, check_replica_agrees
-from mrl.rollout.share import RolloutBatch, replica_slice, share_rollouts
 from tests.engine.cases import LENGTHS, Bench, token_weights, weighted_log_prob_loss
+from tests.rollout.engine_case import sample_rounds
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [3]]
 SAMPLES = 2
@@ -87,37 +87,14 @@ def bridged(path: str, out: str, tp: int, pp: int, rollout_tp: int, bucket_bytes
         "parameters": {name: tensor.clone() for name, tensor in live().items()},
         "elements": sum(t.numel() for t in live().values()),
         "pads": sum(layout.pad_elements.values()),
-        **rollouts(rollout, rollout_tp),
+        **sample_rounds(rollout, rollout_tp, PROMPTS, SAMPLES),
     }
+    rollout.reset_prefix_cache()
     export_hf(
         Path(path), Path(out), shapes, sources, bench.engine.parameters(), group, torch.float32, torch.device("cpu"),
         max_shard_bytes=200_000,
     )  # fmt: skip
     return result
-
-
-def rollouts(engine: RolloutEngine, tp: int) -> dict[str, Any]:
-    """Two rounds of the same step and one of the next, shared over the world."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    groups = [dist.new_group(list(range(first, first + tp))) for first in range(0, world, tp)]
-    mine = replica_slice(len(PROMPTS), world // tp, rank // tp)
-    group = dist.group.WORLD
-    assert group is not None
-    batches: list[RolloutBatch] = []
-    still_running: list[int] = []
-    for step in (1, 1, 2):
-        seen: list[Completion] = []
-
-        def on_finished(completion: Completion, seen: list[Completion] = seen) -> None:
-            seen.append(completion)
-            still_running.append(len(mine) * SAMPLES - len(seen))
-
-        done = engine.generate([PROMPTS[i] for i in mine], list(mine), n=SAMPLES, step=step, on_finished=on_finished)
-        assert sorted(seen, key=lambda c: (c.prompt_index, c.sample_index)) == done
-        check_replica_agrees(done, groups[rank // tp])
-        batches.append(share_rollouts(done, num_prompts=len(PROMPTS), n=SAMPLES, tp=tp, group=group))
-        engine.reset_prefix_cache()
-    return {"rollouts": batches, "left_at_finish": still_running}
 
 
 def planted_disagreement() -> str:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from converters.load import segment_view
 from converters.rules.families import facts_of
+from converters.rules.segment import Box
 from mrl.config.schema import OptimSection
 from mrl.data.batching import build_micro_batches
 from mrl.data.micro_batch import MicroBatch
@@ -61,6 +62,28 @@ def destroy_megatron(kept: set[dist.ProcessGroup]) -> None:
     gc.collect()  # engines hold groups, in cycles
 
 
+def micro_batches(vocab: int, layout: ParallelLayout, rank: int, max_tokens: int) -> list[MicroBatch]:
+    """A rank's micro-batches of the test sequences, packed to the budget; with UNPACKED one sequence in each."""
+    prompts, responses, lengths, mask = sequences(vocab)
+    everything = list(range(len(prompts)))
+    unpacked = max_tokens == UNPACKED
+    return [
+        micro
+        for samples in ([[i] for i in everything] if unpacked else [everything])
+        for micro in build_micro_batches(
+            prompts,
+            responses,
+            lengths,
+            mask,
+            samples,
+            dp_size=layout.dp,
+            dp_rank=layout.coordinates(rank).dp,
+            max_tokens=1 << 20 if unpacked else max_tokens,
+            pad_multiple=layout.tp if layout.sequence_parallel else 1,
+        )
+    ]
+
+
 class Bench:
     """An engine of one layout in this gang, torn down with its groups."""
 
@@ -95,25 +118,7 @@ class Bench:
         destroy_megatron(self._kept_groups)
 
     def micro_batches(self, max_tokens: int) -> list[MicroBatch]:
-        """Packed to the budget; with UNPACKED one sequence a micro-batch."""
-        prompts, responses, lengths, mask = sequences(self.facts.vocab_size)
-        everything = list(range(len(prompts)))
-        unpacked = max_tokens == UNPACKED
-        return [
-            micro
-            for samples in ([[i] for i in everything] if unpacked else [everything])
-            for micro in build_micro_batches(
-                prompts,
-                responses,
-                lengths,
-                mask,
-                samples,
-                dp_size=self.layout.dp,
-                dp_rank=self.layout.coordinates(dist.get_rank()).dp,
-                max_tokens=1 << 20 if unpacked else max_tokens,
-                pad_multiple=self.layout.tp if self.layout.sequence_parallel else 1,
-            )
-        ]
+        return micro_batches(self.facts.vocab_size, self.layout, self.engine.rank, max_tokens)
 
     def hf_gradients(self) -> dict[str, Tensor]:
         """The mean gradient of every HF tensor (fp32), pieced together on rank 0 from all ranks' shards."""
@@ -151,7 +156,7 @@ def _assemble(pieces: list[tuple[str, tuple[int, ...], Tensor]], facts: Any) -> 
     out: dict[str, Tensor] = {}
     for name, start, piece in pieces:
         whole = out.setdefault(name, torch.full(shapes[name], torch.nan))
-        box = whole[tuple(slice(s, s + n) for s, n in zip(start, piece.shape, strict=True))]
+        box = whole[Box(start, tuple(piece.shape)).slices]
         held = ~box.isnan()
         # Replicas (TP for norms, DP, tied stages) must agree.
         assert torch.equal(box[held], piece[held]), f"{name}: ranks hold different gradients"

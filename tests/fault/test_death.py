@@ -11,19 +11,16 @@ from pathlib import Path
 import pytest
 
 from mrl.metrics.writers import read_metrics
-from tests.cli import DEMO, rollout_rows, run_dir_override, start
+from tests.cli import DEMO, processes_of, rollout_rows, run_dir_override, start
 
 
 def rank_pid(run_dir: Path, rank: int) -> int:
-    """Process id of a running rank: the one whose command line names the run directory and whose RANK it is."""
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            command, environment = (path / "cmdline").read_bytes(), (path / "environ").read_bytes().split(b"\0")
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
-        if f"--prepared-run-dir\0{run_dir}\0".encode() in command and f"RANK={rank}".encode() in environment:
-            return int(path.name)
-    raise AssertionError(f"rank {rank} is not running")
+    """Process id of a running rank; a child that it is just forking off looks the same, but is younger."""
+    return min(
+        pid
+        for pid in processes_of(run_dir)
+        if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    )
 
 
 @dataclass(frozen=True)

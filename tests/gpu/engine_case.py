@@ -30,8 +30,7 @@ def main(path: str, layers: str, dtype_name: str) -> None:
     from mrl.engine.engine import EngineOptions, MegatronEngine
     from mrl.models.rope import read_rope
     from mrl.parallel import ParallelLayout, initialise_megatron
-    from tests.engine.cases import LENGTHS, sequences, token_weights, weighted_log_prob_loss
-    from tests.gpu.cases import micro_batches
+    from tests.engine.cases import LENGTHS, micro_batches, sequences, token_weights, weighted_log_prob_loss
 
     layout = ParallelLayout(1)
     initialise_megatron(layout, seed=1)
@@ -40,7 +39,7 @@ def main(path: str, layers: str, dtype_name: str) -> None:
     engine = MegatronEngine(facts_of(path), layout, 0, read_rope(path, 64), options, platform)
     engine.load_hf(path)
     shape = (len(LENGTHS), max(r for _, r in LENGTHS))
-    micro = micro_batches(engine.facts.vocab_size)
+    micro = micro_batches(engine.facts.vocab_size, layout, 0, max_tokens=64)
     ours = engine.score(micro, shape)["log_probs"]
 
     model = AutoModelForCausalLM.from_pretrained(Path(path), dtype=torch.float32).cuda()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,22 +12,14 @@ from pathlib import Path
 import pytest
 
 from mrl.launch import Status, omp_threads, read_status, write_status
+from tests.cli import processes_of, start_python
 
 HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
 
 
 def start(run_dir: Path, behaviour: str) -> subprocess.Popen[str]:
     (run_dir / "logs").mkdir()
-    return subprocess.Popen(
-        [sys.executable, str(HERE / "driver.py"), str(run_dir), behaviour],
-        cwd=ROOT,
-        env={key: value for key, value in os.environ.items() if key != "RANK"} | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        stdin=subprocess.DEVNULL,
-        text=True,
-    )
+    return start_python(str(HERE / "driver.py"), str(run_dir), behaviour)
 
 
 def run(run_dir: Path, behaviour: str) -> tuple[int, list[str]]:
@@ -43,18 +34,6 @@ def wait_for(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited for 60 s"
         time.sleep(0.05)
-
-
-def processes_of(run_dir: Path) -> list[int]:
-    """Processes whose command line or TORCHELASTIC environment belongs to this run."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if str(run_dir).encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-    return found
 
 
 LOG1 = "{run}/logs/rank1.log"

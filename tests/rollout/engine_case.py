@@ -46,11 +46,14 @@ def sample(engine: RolloutEngine, prompts: list[list[int]], n: int = SAMPLES, st
     return engine.generate(prompts, range(len(prompts)), n=n, step=step, on_finished=lambda completion: None)
 
 
-def sampled(engine: RolloutEngine, tp: int) -> dict[str, Any]:
-    """Two rounds of step 1 and one of step 2 on this replica's prompts, shared over the world."""
+def sample_rounds(engine: RolloutEngine, tp: int, prompts: list[list[int]], n: int) -> dict[str, Any]:
+    """Two rounds of step 1 and one of step 2 on this replica's prompts, shared over the world.
+
+    running: vLLM's own count of unfinished requests, each time a sample came out.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     groups = [dist.new_group(list(range(first, first + tp))) for first in range(0, world, tp)]
-    mine = replica_slice(len(PROMPTS), world // tp, rank // tp)
+    mine = replica_slice(len(prompts), world // tp, rank // tp)
     group = dist.group.WORLD
     assert group is not None
     batches: list[RolloutBatch] = []
@@ -62,18 +65,17 @@ def sampled(engine: RolloutEngine, tp: int) -> dict[str, Any]:
             streamed.append(completion)
             running.append(engine._engine.get_num_unfinished_requests())
 
-        done = engine.generate([PROMPTS[i] for i in mine], mine, n=SAMPLES, step=step, on_finished=on_finished)
+        done = engine.generate([prompts[i] for i in mine], mine, n=n, step=step, on_finished=on_finished)
         assert sorted(streamed, key=lambda c: (c.prompt_index, c.sample_index)) == done
         check_replica_agrees(done, groups[rank // tp])
-        batches.append(share_rollouts(done, num_prompts=len(PROMPTS), n=SAMPLES, tp=tp, group=group))
-    left = sorted(p.name for p in Path("/dev/shm").glob("mrl-*"))
-    return {"engine": engine, "rollouts": batches, "running": running, "shared_memory": left}
+        batches.append(share_rollouts(done, num_prompts=len(prompts), n=n, tp=tp, group=group))
+    return {"rollouts": batches, "running": running}
 
 
 def replicas_then_edit(path: str) -> dict[str, Any]:
     """Two replicas of one rank sample; then each edits its weights in place and says what it computes."""
-    result = sampled(start(path, 1), 1)
-    engine: RolloutEngine = result.pop("engine")
+    engine = start(path, 1)
+    result = sample_rounds(engine, 1, PROMPTS, SAMPLES)
     result["prompt_log_probs"] = engine.prompt_log_probs(FIXED)
     result["long"] = sample(engine, [LONG_PROMPT], n=1)[0]
     edit_weights(dict(engine.model.named_parameters()))
@@ -86,8 +88,9 @@ def replicas_then_edit(path: str) -> dict[str, Any]:
 
 
 def one_replica_of_two(path: str) -> dict[str, Any]:
-    result = sampled(start(path, 2), 2)
-    del result["engine"]
+    engine = start(path, 2)
+    result = sample_rounds(engine, 2, PROMPTS, SAMPLES)
+    result["shared_memory"] = sorted(p.name for p in Path("/dev/shm").glob("mrl-*"))
     return result
 
 
