@@ -6,7 +6,7 @@ DEMO_ARGS_cpu :=
 DEMO_ARGS_gpu := trainer.platform=cuda model.dtype=bfloat16 parallel.tensor_model_parallel_size=1 \
                  rollout.tensor_model_parallel_size=1 --nproc 1
 
-.PHONY: env demo test test-slow lint clean
+.PHONY: env demo test lint clean
 
 env:
 	@PYTHON="$(PYTHON)" bash tools/setup_env.sh $(PLATFORM)
@@ -15,10 +15,7 @@ demo: env
 	.venv/bin/mrl train configs/demo.yaml --overwrite $(DEMO_ARGS_$(PLATFORM))
 
 test: env
-	.venv/bin/python -m pytest -m "not gpu and not slow"
-
-test-slow: env
-	.venv/bin/python -m pytest -m "slow and not gpu"
+	.venv/bin/python -m pytest -m "not gpu"
 
 lint: env
 	.venv/bin/ruff check .

@@ -55,11 +55,13 @@ def export_hf(
 
     shapes: HF tensors to write. sources: every rank's ShardLayout; tensors: this rank's parameters. The directory is
     written under a temporary name beside `target` and renamed once rank 0 knows that every file is in place; it must
-    be on a file system that all ranks see. Raises FileExistsError where `target` exists.
+    be on a file system that all ranks see. Raises FileExistsError where `target` exists, ValueError on all ranks where
+    a parameter holds NaN or infinities.
     """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     if target.exists():
         raise FileExistsError(f"{target} exists; choose another place or remove it")
+    _check_finite(tensors, group)
     partial = target.with_name(f".{target.name}.partial")
     if rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
@@ -85,6 +87,18 @@ def export_hf(
         _carry_over(source_dir, partial, dtype_name)
         os.rename(partial, target)
     dist.barrier(group)
+
+
+def _check_finite(tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+    mine = next((name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())), None)
+    found: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group=group)
+    for rank, name in enumerate(found):
+        if name is not None:
+            raise ValueError(
+                f"{name} of rank {rank} holds NaN or infinite values: the training has diverged, so no model is "
+                "written; lower the learning rate"
+            )
 
 
 def _whole(name: str, shape: tuple[int, ...]) -> Segment:

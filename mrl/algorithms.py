@@ -2,13 +2,13 @@
 
 Fields: prompts (this step's prompts), rollout_weights (vLLM's parameters hold the actor's current weights), rollouts
 (responses and the rollout's log-probs), scores, ref_log_probs, old_log_probs, values, batch (mask, advantages, returns,
-importance weights), critic_weights, actor_weights, synced.
+importance weights), critic_updated, actor_updated and synced (the step, once that is done).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Literal
 
 from mrl import dataflow
 from mrl.config.schema import RunConfig
@@ -18,8 +18,8 @@ INPUTS = frozenset({"prompts", "rollout_weights"})
 """Fields that exist before the first stage of a step."""
 
 
-class Work(Protocol):
-    """What a trainer can do; one method a stage."""
+class Work:
+    """What a trainer can do; one method a stage. As it is, it only stands for stages that are looked at, not run."""
 
     def rollout(self, context: Context) -> None: ...
     def reward(self, context: Context) -> None: ...
@@ -59,9 +59,9 @@ def ppo(config: RunConfig, work: Work) -> list[Stage]:
         *_common(config, work),
         _stage(work.values, "rollouts", "values"),
         _stage(work.adv, f"rollouts scores old_log_probs values {ref}", "batch"),
-        _stage(work.update_critic, "rollouts batch values", "critic_weights"),
-        _stage(work.update_actor, f"rollouts batch old_log_probs {ref}", "actor_weights"),
-        _stage(work.sync, "actor_weights", "synced"),
+        _stage(work.update_critic, "rollouts batch values", "critic_updated"),
+        _stage(work.update_actor, f"rollouts batch old_log_probs {ref}", "actor_updated"),
+        _stage(work.sync, "actor_updated", "synced"),
     ]
 
 
@@ -71,8 +71,8 @@ def grpo(config: RunConfig, work: Work) -> list[Stage]:
     return [
         *_common(config, work),
         _stage(work.adv, f"rollouts scores old_log_probs {ref}", "batch"),
-        _stage(work.update_actor, f"rollouts batch old_log_probs {ref}", "actor_weights"),
-        _stage(work.sync, "actor_weights", "synced"),
+        _stage(work.update_actor, f"rollouts batch old_log_probs {ref}", "actor_updated"),
+        _stage(work.sync, "actor_updated", "synced"),
     ]
 
 
@@ -83,18 +83,4 @@ def stages(config: RunConfig, work: Work) -> list[Stage]:
 
 def graph_lines(config: RunConfig) -> list[str]:
     """The configured algorithm's graph as text, for `mrl check --graph`."""
-    return dataflow.graph_lines(dataflow.order(stages(config, _Unbound()), INPUTS), INPUTS)
-
-
-class _Unbound:
-    """Stages that are only looked at."""
-
-    def rollout(self, context: Context) -> None: ...
-    def reward(self, context: Context) -> None: ...
-    def ref_log_prob(self, context: Context) -> None: ...
-    def old_log_prob(self, context: Context) -> None: ...
-    def values(self, context: Context) -> None: ...
-    def adv(self, context: Context) -> None: ...
-    def update_critic(self, context: Context) -> None: ...
-    def update_actor(self, context: Context) -> None: ...
-    def sync(self, context: Context) -> None: ...
+    return dataflow.graph_lines(dataflow.order(stages(config, Work()), INPUTS), INPUTS)

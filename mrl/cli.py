@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 import time
@@ -36,10 +37,13 @@ class Torchrun:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code: 0, 2 for a user's mistake, 130 for Ctrl-C, 1 otherwise."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal may lack a path's characters
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     # argparse takes positionals in one piece; overrides may also stand after an option.
-    arguments.overrides += [item for item in rest if not item.startswith("-")]
+    arguments.overrides = [*arguments.overrides, *(item for item in rest if not item.startswith("-"))]
     if unknown := [item for item in rest if item.startswith("-")]:
         parser.error(f"unknown option {unknown[0]}")
     try:
@@ -68,7 +72,9 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check", help="check a configuration and print what it resolves to")
     for command in (train, check):
         command.add_argument("config", metavar="CONFIG", help="YAML file")
-        command.add_argument("overrides", metavar="SECTION.KEY=VALUE", nargs="*", help="values that win over the file")
+        command.add_argument(
+            "overrides", metavar="SECTION.KEY=VALUE", nargs="*", default=[], help="values that win over the file"
+        )
         command.add_argument("--nproc", type=int, metavar="N", help="processes on this machine")
         command.add_argument("--traceback", action="store_true", help="show the Python traceback of an error")
     train.add_argument("--overwrite", action="store_true", help="replace an earlier run in the run directory")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
+from threading import Thread
 from typing import Any, Literal, Protocol
 
 
@@ -95,30 +96,46 @@ def run(
         return context.written
 
     waiting = [stage for stage in ordered if stage.device == "host"]
-    with ThreadPoolExecutor(max_workers=max(1, len(waiting)), thread_name_prefix="host-stage") as pool:
-        running: dict[Future[dict[str, Any]], Stage] = {}
+    running: dict[Future[dict[str, Any]], Stage] = {}
 
-        def settle(futures: Iterable[Future[dict[str, Any]]]) -> None:
-            for future in list(futures):
-                running.pop(future)
-                fields.update(future.result())
+    def settle(futures: Iterable[Future[dict[str, Any]]]) -> None:
+        for future in list(futures):
+            running.pop(future)
+            fields.update(future.result())
 
-        def start_host_stages() -> None:
-            for stage in [s for s in waiting if s.reads <= fields.keys()]:
-                waiting.remove(stage)
-                running[pool.submit(work, stage)] = stage
+    def start_host_stages() -> None:
+        for stage in [s for s in waiting if s.reads <= fields.keys()]:
+            waiting.remove(stage)
+            running[_in_thread(work, stage)] = stage
 
-        for stage in (s for s in ordered if s.device == "device"):
-            start_host_stages()
-            while not stage.reads <= fields.keys():
-                settle(wait(running, return_when=FIRST_COMPLETED).done)
-                start_host_stages()
-            on_stage(stage.name)
-            fields.update(work(stage))
-        while running or waiting:
-            start_host_stages()
+    for stage in (s for s in ordered if s.device == "device"):
+        start_host_stages()
+        while not stage.reads <= fields.keys():
             settle(wait(running, return_when=FIRST_COMPLETED).done)
+            start_host_stages()
+        on_stage(stage.name)
+        fields.update(work(stage))
+    while running or waiting:
+        start_host_stages()
+        settle(wait(running, return_when=FIRST_COMPLETED).done)
     return fields
+
+
+def _in_thread(work: Callable[[Stage], dict[str, Any]], stage: Stage) -> Future[dict[str, Any]]:
+    """Run a host stage in a daemon thread: where a device stage fails, nobody waits for it, at exit neither.
+
+    An executor would: its threads are joined, and a reward may take minutes.
+    """
+    future: Future[dict[str, Any]] = Future()
+
+    def body() -> None:
+        try:
+            future.set_result(work(stage))
+        except BaseException as error:
+            future.set_exception(error)
+
+    Thread(target=body, name=f"host-stage-{stage.name}", daemon=True).start()
+    return future
 
 
 def graph_lines(ordered: Sequence[Stage], inputs: Collection[str]) -> list[str]:

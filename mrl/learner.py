@@ -61,20 +61,20 @@ class Learner:
     def old_log_probs(self, sequences: Sequences, temperature: float | None = None) -> Tensor:
         """Log-probs of the response tokens under the actor, [B, R] fp32; at the rollout's temperature where None."""
         budget = self.config.actor.ppo_max_token_len_per_gpu
-        return self._score(self.actor, sequences, budget, temperature)["log_probs"]
+        return self._score(self.actor, sequences, budget, temperature)
 
     def ref_log_probs(self, sequences: Sequences) -> Tensor:
         assert self.ref is not None
-        return self._score(self.ref, sequences, _set(self.config.ref.ppo_max_token_len_per_gpu))["log_probs"]
+        return self._score(self.ref, sequences, _set(self.config.ref.ppo_max_token_len_per_gpu))
 
     def values(self, sequences: Sequences) -> Tensor:
         """The critic's value of the state before each response token, [B, R] fp32."""
         assert self.critic is not None
-        return self._score(self.critic, sequences, _set(self.config.critic.ppo_max_token_len_per_gpu))["values"]
+        return self._score(self.critic, sequences, _set(self.config.critic.ppo_max_token_len_per_gpu))
 
     def _score(
         self, engine: MegatronEngine, sequences: Sequences, max_tokens: int, temperature: float | None = None
-    ) -> dict[str, Tensor]:
+    ) -> Tensor:
         everyone = range(sequences.shape[0])
         micro_batches = self._micro_batches(sequences, everyone, sequences.mask, max_tokens)
         return engine.score(micro_batches, sequences.shape, temperature)
@@ -174,9 +174,9 @@ class Learner:
         update.grad_norms.append(outcome.grad_norm)
         update.skipped += not outcome.applied
         update.lr = outcome.lr
-        return self._reduce(update.role, merge_metrics(*results))
+        return self._reduce(merge_metrics(*results))
 
-    def _reduce(self, role: str, local: TokenMetrics) -> TokenMetrics:
+    def _reduce(self, local: TokenMetrics) -> TokenMetrics:
         """Sum (or maximum) over the ranks that speak; the others learn the names from one of them."""
         names: list[Any] = [(sorted(local.mean), sorted(local.max), sorted(local.sum))]
         dist.broadcast_object_list(names, src=self._speaker, group=self._host_group)

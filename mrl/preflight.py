@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from converters.rules.facts import read_config
+from converters.rules.facts import ModelFacts
 from converters.rules.families import facts_of
 from mrl.config import rules
 from mrl.config.load import ConfigError, parse_config
 from mrl.config.schema import RunConfig
+from mrl.metrics.writers import check_tensorboard
 from mrl.rewards.loading import check_reward
 from mrl.rundir import check_run_dir, run_dir_of
 
@@ -38,47 +38,58 @@ def preflight(
     """Load the configuration and check it against the world, the model, the reward and the data.
 
     world_size: trainer.nproc_per_node where None. overwrite: None leaves the run directory unchecked. read_data: look
-    into the files too: every prompt row (not tokenised), the names and shapes of all weights. Raises ConfigError with
-    every violation.
+    into the files too: every prompt as the model will see it, the names and shapes of all weights. Raises ConfigError
+    with every violation.
     """
     parsed = parse_config(config_path, overrides)
     config, found = parsed.config, list(parsed.violations)
     if config is None:
         raise ConfigError(found)
 
-    model = Path(config.model.path)
     run_dir = run_dir_of(config, config_path)
     inputs = _inputs(config, Path(config_path))
     more: list[str] = []
-    if "model.path" not in parsed.broken:
-        more += _said(lambda: facts_of(model)) or _said(lambda: _check_weights(config, "model.path", model, read_data))
+    paths = {"model.path": config.model.path}
     if config.needs_critic and config.critic.path not in (None, config.model.path):
-        critic = Path(str(config.critic.path))
-        more += _said(lambda: facts_of(critic)) or _said(
-            lambda: _check_weights(config, "critic.path", critic, read_data)
-        )
-    hf_config: dict[str, Any] | None = None
-    if not _said(lambda: read_config(model)):
-        hf_config = read_config(model)
-    more += rules.violations(config, world_size or config.trainer.nproc_per_node, hf_config)
+        paths["critic.path"] = str(config.critic.path)
+    models: dict[str, ModelFacts] = {}
+    for key, path in paths.items():
+        if key not in parsed.broken:
+            more += _said(key, lambda key=key, path=path: models.update({key: facts_of(path)}))  # type: ignore[misc]
+            drawn = key == "model.path" and config.model.init == "random"
+            if key in models and read_data and not drawn:
+                more += _said(key, lambda key=key, path=path: _check_weights(path, models[key]))  # type: ignore[misc]
+    world = world_size or config.trainer.nproc_per_node
+    if world_size is None and {"trainer", "trainer.nproc_per_node"} & parsed.broken:
+        world = rules.fitting_world(config)
+    more += rules.violations(config, world, models)
     if "reward.function" not in parsed.broken:
-        more += _said(lambda: check_reward(config.reward.function, config.reward.style, config.reward.kwargs))
+        reward = config.reward
+        more += _said("reward.function", lambda: check_reward(reward.function, reward.style, reward.kwargs))
     if "data.train_files" not in parsed.broken:
-        more += _check_data(config, read_data)
+        more += _said("data.train_files", lambda: _check_data(config, read_data and "model.path" in models))
+    if config.trainer.tensorboard:
+        more += _said("trainer.tensorboard", check_tensorboard)
     if overwrite is not None:
-        more += _said(lambda: check_run_dir(run_dir, overwrite or config.trainer.overwrite, inputs))
+        replace = overwrite or config.trainer.overwrite
+        more += _said("trainer.run_dir", lambda: check_run_dir(run_dir, replace, inputs))
     found += [line for line in more if not parsed.concerns_broken_key(line)]
     if found:
         raise ConfigError(found)
     return Preflight(config, run_dir, rules.warnings(config), inputs)
 
 
-def _said(check: Callable[[], object]) -> list[str]:
-    """The message of the ValueError that a check raises, as a list; empty where it passes."""
+def _said(key: str, check: Callable[[], object]) -> list[str]:
+    """The message of what a check raises for a user's mistake, as a list; empty where it passes."""
     try:
         check()
     except ValueError as error:
-        return [str(error)]
+        text = str(error)
+        return [text if key in text else f"{key}: {text}"]
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        what = error.filename or "a file"
+        return [f"{key}: {what} cannot be read ({reason}); correct the path or its permissions"]
     return []
 
 
@@ -88,24 +99,24 @@ def _inputs(config: RunConfig, config_path: Path) -> tuple[Path, ...]:
     return (config_path, Path(config.model.path), Path(str(config.critic.path)), *config.prompt_files(), *reward)
 
 
-def _check_weights(config: RunConfig, key: str, path: Path, read_data: bool) -> None:
+def _check_weights(path: str, facts: ModelFacts) -> None:
     """Names and shapes of all tensors against config.json, from the files' headers."""
-    if config.model.init == "pretrained" and read_data:
-        from converters.hf_checkpoint import HFCheckpoint  # imports torch
-        from converters.load import check_checkpoint
+    from converters.hf_checkpoint import HFCheckpoint  # imports torch
+    from converters.load import check_checkpoint
 
-        try:
-            with HFCheckpoint(path) as checkpoint:
-                check_checkpoint(checkpoint, facts_of(path))
-        except ValueError as error:
-            raise ValueError(f"{key}: {error}") from None
+    with HFCheckpoint(path) as checkpoint:
+        check_checkpoint(checkpoint, facts)
 
 
-def _check_data(config: RunConfig, read_data: bool) -> list[str]:
+def _check_data(config: RunConfig, read_data: bool) -> None:
     files = config.prompt_files()
-    missing = [f"prompt file {path} does not exist; correct data.train_files" for path in files if not path.is_file()]
-    if missing or not read_data:
-        return missing
-    from mrl.data.prompts import read_prompts  # imports transformers: a second
+    for path in files:
+        if not path.exists():
+            raise ValueError(f"prompt file {path} does not exist; correct data.train_files")
+    if read_data:
+        from mrl.data.prompts import encode_configured_prompts  # imports transformers: a second
+        from mrl.data.tokenizer import load_tokenizer, read_tokenizer_facts
 
-    return _said(lambda: read_prompts(files, config.data.prompt_key))
+        tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
+        read_tokenizer_facts(config.model.path, tokenizer)
+        encode_configured_prompts(config, tokenizer)

@@ -18,7 +18,7 @@ def write_random_model(source: Path, target: Path, seed: int) -> None:
 
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(source, partial)
+    shutil.copytree(source, partial, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin*", "*.pth", "*.gguf"))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), dtype=torch.float32)

@@ -16,7 +16,9 @@ HEADER = "# The resolved configuration of this mrl run.\n"
 
 def run_dir_of(config: RunConfig, config_path: str | Path) -> Path:
     """trainer.run_dir, or runs/<name of the config file without its suffix>; relative to the current directory."""
-    return Path(config.trainer.run_dir or Path("runs") / Path(config_path).stem)
+    if config.trainer.run_dir is not None:
+        return Path(config.trainer.run_dir)
+    return Path("runs") / Path(config_path).stem
 
 
 def check_run_dir(run_dir: Path, overwrite: bool, inputs: Iterable[Path]) -> None:
@@ -30,15 +32,15 @@ def check_run_dir(run_dir: Path, overwrite: bool, inputs: Iterable[Path]) -> Non
         raise ValueError(f"run directory {run_dir} is not a directory; choose another trainer.run_dir")
     if not any(run_dir.iterdir()):
         return
+    if not _is_run(run_dir):
+        raise ValueError(
+            f"run directory {run_dir} holds files that are not an mrl run's, so it is never overwritten; "
+            "choose another trainer.run_dir or empty it yourself"
+        )
     if not overwrite:
         raise ValueError(
             f"run directory {run_dir} already holds a run; pass --overwrite to replace it, or choose another "
             "trainer.run_dir"
-        )
-    if not _is_run(run_dir):
-        raise ValueError(
-            f"run directory {run_dir} holds files that are not an mrl run's, so it is not overwritten; "
-            "choose another trainer.run_dir or empty it yourself"
         )
     here = run_dir.resolve()
     for path in (*inputs, Path()):
@@ -53,6 +55,15 @@ def check_run_dir(run_dir: Path, overwrite: bool, inputs: Iterable[Path]) -> Non
 def prepare_run_dir(run_dir: Path, config: RunConfig, overwrite: bool, inputs: Iterable[Path]) -> None:
     """Create the directory (emptied first where that is allowed) with logs/ and the resolved config.yaml."""
     check_run_dir(run_dir, overwrite, inputs)
+    try:
+        _fill(run_dir, config)
+    except OSError as error:
+        raise ValueError(
+            f"run directory {run_dir} cannot be written ({error.strerror}); choose another trainer.run_dir"
+        ) from error
+
+
+def _fill(run_dir: Path, config: RunConfig) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     # config.yaml goes last: an interrupted clean-up still looks like a run, and can be repeated.
     for entry in sorted(run_dir.iterdir(), key=lambda e: e.name == RESOLVED):

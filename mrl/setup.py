@@ -17,12 +17,13 @@ from converters.rules.facts import ModelFacts
 from converters.rules.families import facts_of
 from mrl.bridge.sync import WeightBridge
 from mrl.bridge.vllm_layout import HF_SHAPES, LOAD_FORMAT, prove_by_read_back, register_traced_loader, vllm_parameters
+from mrl.config.rules import optimizer_steps
 from mrl.config.schema import OptimSection, RunConfig
-from mrl.data.prompts import EncodedPrompt, encode_prompts, read_prompts
+from mrl.data.prompts import EncodedPrompt, encode_configured_prompts
 from mrl.data.tokenizer import TokenizerFacts, load_tokenizer, read_tokenizer_facts
 from mrl.engine.engine import EngineOptions, MegatronEngine
 from mrl.learner import Learner, Sequences
-from mrl.models.rope import Rope, read_rope
+from mrl.models.rope import read_rope
 from mrl.parallel import ParallelLayout, initialise_megatron, node_of
 from mrl.platform import Platform
 from mrl.rewards.scorer import RewardScorer
@@ -106,15 +107,29 @@ class Parts:
 
 
 def build_parts(
-    config: RunConfig, run_dir: Path, platform: Platform, rank: int, world: int, phase: Callable[[str], None]
+    config: RunConfig,
+    run_dir: Path,
+    platform: Platform,
+    rank: int,
+    world: int,
+    phase: Callable[[str], None],
+    message: Callable[[str], None],
 ) -> Parts:
-    """Everything but the loop. Collective; raises ValueError for what a user did."""
+    """Everything but the loop. Collective; raises ValueError for what a user did.
+
+    phase(text): what is going on; message(text): a line that stays.
+    """
     host_group = dist.new_group(backend="gloo")
     model_path = _model_path(config, run_dir, rank, host_group)
     facts = facts_of(model_path)
     tokenizer = load_tokenizer(model_path, config.model.trust_remote_code)
     tokenizer_facts = read_tokenizer_facts(model_path, tokenizer)
-    prompts = _read_prompts(config, tokenizer)
+    encoded = encode_configured_prompts(config, tokenizer)
+    if encoded.num_filtered:
+        message(
+            f"{encoded.num_filtered} of {encoded.num_filtered + len(encoded.prompts)} prompts are longer than "
+            f"data.max_prompt_length={config.data.max_prompt_length} and left out"
+        )
     scorer = _scorer(config, rank)
 
     parallel = config.parallel
@@ -127,8 +142,7 @@ def build_parts(
     phase("building the models")
     with platform.megatron():
         initialise_megatron(layout, config.trainer.seed)
-    rope = read_rope(model_path, config.data.max_prompt_length + config.data.max_response_length)
-    learner = _build_learner(config, facts, layout, rank, rope, platform, model_path, host_group)
+    learner = _build_learner(config, layout, rank, platform, model_path, host_group)
 
     phase("starting vLLM")
     rollout, bridge = _build_rollout(config, facts, platform, model_path, tokenizer_facts, learner.actor, world)
@@ -154,7 +168,7 @@ def build_parts(
         layout,
         facts,
         tokenizer,
-        prompts,
+        encoded.prompts,
         learner,
         rollout,
         stages,
@@ -179,18 +193,6 @@ def _model_path(config: RunConfig, run_dir: Path, rank: int, group: dist.Process
     return target
 
 
-def _read_prompts(config: RunConfig, tokenizer: Any) -> list[EncodedPrompt]:
-    data = config.data
-    encoded = encode_prompts(
-        read_prompts(config.prompt_files(), data.prompt_key),
-        tokenizer,
-        data.max_prompt_length,
-        filter_overlong=data.filter_overlong_prompts,
-        apply_chat_template=data.apply_chat_template,
-    )
-    return encoded.prompts
-
-
 def _scorer(config: RunConfig, rank: int) -> RewardScorer | None:
     """Each sample is scored once, on TP rank 0 of its replica."""
     if rank % config.rollout.tensor_model_parallel_size:
@@ -209,10 +211,8 @@ def _scorer(config: RunConfig, rank: int) -> RewardScorer | None:
 
 def _build_learner(
     config: RunConfig,
-    facts: ModelFacts,
     layout: ParallelLayout,
     rank: int,
-    rope: Rope,
     platform: Platform,
     model_path: Path,
     host_group: dist.ProcessGroup,
@@ -227,21 +227,19 @@ def _build_learner(
             optim=optim,
             total_steps=steps,
         )
+        rope = read_rope(path, config.data.max_prompt_length + config.data.max_response_length)
         built = MegatronEngine(facts_of(path), layout, rank, rope, options, platform)
         built.load_hf(path)
         return built
 
-    per_batch = -(-config.data.train_batch_size // config.actor.ppo_mini_batch_size) * config.actor.ppo_epochs
-    actor = engine("lm", config.actor.optim, model_path, config.trainer.total_steps * per_batch)
+    steps = config.trainer.total_steps
+    actor = engine("lm", config.actor.optim, model_path, steps * optimizer_steps(config, config.actor))
     critic = ref = None
     if config.needs_critic:
         section = config.critic
-        assert section.ppo_mini_batch_size is not None
-        assert section.ppo_epochs is not None
         assert section.path is not None
-        per_batch = -(-config.data.train_batch_size // section.ppo_mini_batch_size) * section.ppo_epochs
         path = model_path if section.path == config.model.path else Path(section.path)
-        critic = engine("value", section.optim, path, config.trainer.total_steps * per_batch)
+        critic = engine("value", section.optim, path, steps * optimizer_steps(config, section))
     if config.needs_ref:
         ref = engine("lm", None, model_path, 1)
     return Learner(config, layout, rank, actor, critic, ref, host_group)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mrl.algorithms import Work
 from mrl.bridge.sync import WeightBridge
 from mrl.config.schema import RunConfig
 from mrl.data.prompts import EncodedPrompt
@@ -26,7 +27,7 @@ from mrl.rewards.protocol import RewardSample
 from mrl.rewards.scorer import RewardScorer
 from mrl.rl.advantages import ADVANTAGES, AdvantageInputs
 from mrl.rl.correction import mismatch_metrics, token_importance_weights
-from mrl.rl.kl import KlController, kl_in_reward, score_at_last_token
+from mrl.rl.kl import KlController, kl_in_reward, reference_kl, score_at_last_token
 from mrl.rl.masking import explained_variance
 from mrl.rl.metrics import TokenMetrics
 from mrl.rl.truncation import apply_truncation
@@ -63,7 +64,7 @@ class TrainingBatch:
     is_weights: Tensor
 
 
-class Stages:
+class Stages(Work):
     """Binds the parts of a run to the stages of an algorithm. One per rank; every method is collective."""
 
     def __init__(
@@ -190,6 +191,8 @@ class Stages:
         old = context["old_log_probs"]
         kept = rollouts.batch.mask & ~scored.dropped[:, None]
         scores, mask = apply_truncation(scored.scores, kept, rollouts.batch.truncated, algorithm.truncated)
+        if self.config.needs_ref:
+            self._record("actor", reference_kl(old, context["ref_log_probs"], mask))
         if algorithm.use_kl_in_reward:
             rewards, kl_metrics = kl_in_reward(
                 scores, old, context["ref_log_probs"], mask, self._kl.coef, algorithm.kl_penalty
@@ -227,8 +230,8 @@ class Stages:
         return weights
 
     def _update_kl(self, metrics: TokenMetrics, samples: int) -> None:
-        self.metrics.mean("actor/kl_coef", self._kl.coef, 1)
-        total, count = metrics.mean["reward_kl"]
+        self.metrics.mean("actor/reward_kl_penalty_coeff", self._kl.coef, 1)
+        total, count = metrics.mean["reward_kl_penalty"]
         if count > 0:
             self._kl.update(float(total / count), samples)
 
@@ -236,9 +239,11 @@ class Stages:
 
     def update_critic(self, context: Context) -> None:
         rollouts, batch = context["rollouts"], context["batch"]
-        context["critic_weights"] = self._learner.update_critic(
+        metrics = self._learner.update_critic(
             rollouts.sequences, batch.mask, old_values=context["values"], returns=batch.returns, step=self.step
         )
+        self.metrics.put(metrics)
+        context["critic_updated"] = self.step
 
     def update_actor(self, context: Context) -> None:
         rollouts, batch = context["rollouts"], context["batch"]
@@ -252,7 +257,8 @@ class Stages:
             step=self.step,
         )
         self._check_first_ratio(metrics["actor/first_log_ratio_max"])
-        context["actor_weights"] = metrics
+        self.metrics.put(metrics)
+        context["actor_updated"] = self.step
 
     def _check_first_ratio(self, first: float) -> None:
         """Before the first optimizer step the policy is the old one, so its ratio must be 1."""
@@ -262,7 +268,8 @@ class Stages:
             assert first <= 1e-6, f"first mini-batch: |log ratio| reaches {first}, expected at most 1e-6"
 
     def sync(self, context: Context) -> None:
-        context["synced"] = self.sync_weights()
+        self.metrics.put(self.sync_weights())
+        context["synced"] = self.step
 
     def sync_weights(self) -> dict[str, float]:
         """Bring vLLM to the actor's weights; the one path for start, resume and every step."""

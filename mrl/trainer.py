@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import resource
 import time
@@ -19,7 +18,7 @@ from mrl.dataflow import order, run
 from mrl.metrics.curves import plot_run
 from mrl.metrics.live import SilentView, View, closing_lines, open_view
 from mrl.metrics.timers import Timers
-from mrl.metrics.writers import RunWriter
+from mrl.metrics.writers import RunWriter, json_number
 from mrl.parallel import initialise_distributed, shut_down_distributed
 from mrl.platform import select_platform
 from mrl.setup import Parts, build_parts
@@ -61,8 +60,6 @@ class Trainer:
             run(self._stages, fields, timers, self._view.stage)
         metrics: dict[str, float] = {"step": step + 1, "training/epoch": self._prompts.epoch(step)}
         metrics |= stages.metrics.values()
-        for field in ("critic_weights", "actor_weights", "synced"):
-            metrics |= fields.get(field, {})
         metrics |= timers.values() | self._performance(timers.values()["timing_s/step"], fields["rollouts"])
         if self._writer is not None:
             self._writer.metrics(metrics)
@@ -95,13 +92,9 @@ class Trainer:
                 "token_ids": tokens,
                 "logprobs": batch.log_probs[i, :length].tolist(),
                 "finish_reason": "length" if batch.truncated[i] else "stop",
-                "score": _json_number(float(scores.scores[i])),
-                "components": {name: _json_number(float(x[i])) for name, x in scores.components.items()},
+                "score": json_number(float(scores.scores[i])),
+                "components": {name: json_number(float(x[i])) for name, x in scores.components.items()},
             }
-
-
-def _json_number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def run_worker(config: RunConfig, config_path: Path, run_dir: Path, terminal: TextIO) -> None:
@@ -117,7 +110,9 @@ def run_worker(config: RunConfig, config_path: Path, run_dir: Path, terminal: Te
             view = open_view(terminal, config_path.stem, config.trainer.total_steps)
             stack.callback(lambda: view.close())
             writer = stack.enter_context(closing(RunWriter(run_dir, config.trainer.tensorboard)))
-        parts = stack.enter_context(closing(build_parts(config, run_dir, platform, rank, world, view.phase)))
+        parts = stack.enter_context(
+            closing(build_parts(config, run_dir, platform, rank, world, view.phase, view.message))
+        )
         trainer = Trainer(config, run_dir, parts, view, writer)
         trainer.fit()
         if rank == 0:

@@ -16,8 +16,8 @@ from pathlib import Path
 from mrl.metrics.writers import read_metrics
 
 KEPT = (
-    "step", "critic/score/mean", "reward/accuracy/mean", "reward/format/mean", "actor/reward_kl", "actor/kl_loss",
-    "actor/ppo_kl", "actor/entropy", "actor/grad_norm", "critic/vf_loss", "critic/vf_explained_var",
+    "step", "critic/score/mean", "reward/accuracy/mean", "reward/format/mean", "actor/reward_kl_penalty",
+    "actor/kl_loss",    "actor/ppo_kl", "actor/entropy", "actor/grad_norm", "critic/vf_loss", "critic/vf_explained_var",
     "response_length/mean", "mismatch/exp_abs_diff", "sync/bytes_received", "sync/lower_bound_bytes",
     "timing_s/rollout", "timing_s/ref_log_prob", "timing_s/old_log_prob", "timing_s/values", "timing_s/update_critic",
     "timing_s/update_actor", "timing_s/sync", "timing_s/step", "perf/throughput", "memory/rss_gib",

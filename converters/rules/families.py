@@ -10,7 +10,10 @@ from converters.rules.facts import Family, ModelFacts, UnsupportedModelError, re
 
 
 def _full_attention_only(config: Mapping[str, Any]) -> None:
-    sliding = [kind for kind in config.get("layer_types") or [] if kind != "full_attention"]
+    kinds = config.get("layer_types") or []
+    if not isinstance(kinds, list):
+        raise UnsupportedModelError(f"layer_types={kinds!r} must be a list; repair the file")
+    sliding = [kind for kind in kinds if kind != "full_attention"]
     if sliding:
         raise UnsupportedModelError(f"layer_types holds {sliding[0]!r}: only full_attention layers are supported")
 
@@ -56,4 +59,8 @@ FAMILIES: Mapping[str, Family] = {
 
 def facts_of(model_path: str | Path) -> ModelFacts:
     """ModelFacts of a HF directory; raises ValueError naming the file, family or field."""
-    return read_facts(read_config(model_path), FAMILIES)
+    config = read_config(model_path)
+    try:
+        return read_facts(config, FAMILIES)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{Path(model_path) / 'config.json'}: {error}") from None

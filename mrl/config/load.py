@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -29,8 +30,9 @@ class ConfigError(ValueError):
     """A configuration that cannot run. violations: every one of them, each a line naming key, value and way out."""
 
     def __init__(self, violations: Sequence[str]) -> None:
-        super().__init__("\n".join(violations))
-        self.violations = list(violations)
+        # A value in them may hold a line break; a violation is one line.
+        self.violations = [violation.replace("\n", "\\n") for violation in violations]
+        super().__init__("\n".join(self.violations))
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class ParsedConfig:
 
     def concerns_broken_key(self, violation: str) -> bool:
         """Whether a rule's finding names a key whose real value is unknown: then it may be a mere consequence."""
-        return any(key in violation for key in self.broken)
+        return any(re.search(rf"(?<![\w.]){re.escape(key)}(?!\w)", violation) for key in self.broken)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -68,8 +70,10 @@ def parse_config(path: str | Path, overrides: Sequence[str] = ()) -> ParsedConfi
     if document.value is None and not violations:
         document.value = {}
     if not isinstance(document.value, dict):
-        if not violations:
+        if document.complete and not violations:
             violations.append(f"{path}: holds {_show(document.value)}, not sections of keys; see configs/ for examples")
+        return ParsedConfig(None, violations, frozenset())
+    if not document.complete:
         return ParsedConfig(None, violations, frozenset())
     raw: dict[str, Any] = document.value
     sources = {key: f"{path}:{line}: " for key, line in document.lines.items()}
@@ -90,6 +94,8 @@ def leaf_keys() -> list[str]:
 
 def _read(path: Path) -> yaml12.Document:
     try:
+        if path.exists() and not path.is_file():
+            return yaml12.Document(faults=[f"config file {path} cannot be read (not a regular file); give a YAML file"])
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return yaml12.Document(faults=[f"config file {path} does not exist; correct its path"])
@@ -106,6 +112,8 @@ def _override(raw: dict[str, Any], override: str, sources: dict[str, str]) -> li
     parts = key.split(".")
     if not equals or not all(parts):
         return [f"override {override!r} is not of the form section.key=value; for example trainer.total_steps=10"]
+    if fault := yaml12.text_fault(key):
+        return [f"override: {fault}"]
     if not text.strip():
         return [f"override {override!r} has no value; write {key}=null for none or {key}='\"\"' for empty text"]
     document = yaml12.parse(text, f"override {key}")
@@ -127,6 +135,7 @@ def _override(raw: dict[str, Any], override: str, sources: dict[str, str]) -> li
 
 def _validate(raw: dict[str, Any], sources: Mapping[str, str], violations: list[str]) -> ParsedConfig:
     broken: set[str] = set()
+    unknown: set[str] = set()
     for _ in range(8):  # a repaired section may show the faults inside it
         try:
             # JSON mode: lists stand for tuples, integers for floats, and nothing else is converted.
@@ -138,12 +147,14 @@ def _validate(raw: dict[str, Any], sources: Mapping[str, str], violations: list[
             for key, faults in found.items():
                 if key not in broken:
                     violations.append(sources.get(key, "") + _describe(key, faults))
+                if faults[0]["type"] == "extra_forbidden":
+                    unknown.add(key)
                 _repair(raw, key)
             if broken >= set(found):
                 break
             broken |= set(found)
         else:
-            return ParsedConfig(config, violations, frozenset(broken))
+            return ParsedConfig(config, violations, frozenset(broken - unknown))
     return ParsedConfig(None, violations, frozenset(broken))
 
 
@@ -207,6 +218,8 @@ def _describe(key: str, faults: Sequence[ErrorDetails]) -> str:
     shown = f"{key}={_show(first['input'])}"
     if _section(_field(key)) is not None:
         return f"{shown} must be a section of keys ({_keys_of(key)}); give keys or leave it out"
+    if first["input"] == "" and any(fault["type"] == "string_too_short" for fault in faults):
+        return f"{key} is empty; give a value or leave it out"
     wanted = [_wanted(fault) for fault in faults]
     inside = "".join(f"[{p}]" for p in first["loc"][depth:] if isinstance(p, int))
     if len(faults) > 1 and not all(isinstance(f["loc"][-1], int) for f in faults):
@@ -241,6 +254,8 @@ def _wanted(fault: ErrorDetails) -> str:
             return "must be a finite number"
         case "bool_type" | "bool_parsing":
             return "must be true or false"
+        case "string_too_short":
+            return "is empty; give text"
         case "string_type":
             return "must be text"
         case "list_type" | "tuple_type":
@@ -255,6 +270,8 @@ def _wanted(fault: ErrorDetails) -> str:
 
 def _type_text(annotation: Any) -> str:
     names = {str: "text", int: "an integer", float: "a number", bool: "true or false", type(None): "null"}
+    if get_origin(annotation) is Annotated:
+        return _type_text(get_args(annotation)[0])
     if get_origin(annotation) in (UnionType, Union):
         return " or ".join(_type_text(a) for a in get_args(annotation))
     if get_origin(annotation) in (list, tuple):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-from typing import Any
 
+from converters.rules.facts import ModelFacts
 from mrl.config.schema import (
     ActorSection,
     AlgorithmSection,
@@ -16,20 +17,40 @@ from mrl.config.schema import (
 )
 
 
-def violations(config: RunConfig, world_size: int, hf_config: Mapping[str, Any] | None) -> list[str]:
+def violations(config: RunConfig, world_size: int, models: Mapping[str, ModelFacts]) -> list[str]:
     """What makes the run impossible or wrong, a line each: keys with values, then the way out.
 
-    world_size: ranks of all nodes. hf_config: the model's config.json, None where it could not be read.
+    world_size: ranks of all nodes. models: by config key (`model.path`, `critic.path`), those that could be read.
     """
     found = [*_layout(config, world_size), *_batches(config, world_size), *_lengths(config), *_sampling(config)]
-    if hf_config is not None:
-        found += [*_model(config, world_size, hf_config), *_positions(config, hf_config)]
+    for key, facts in models.items():
+        whose = "the model's" if key == "model.path" else f"{key}'s"
+        found += [*_training_cut(config, world_size, facts, whose), *_positions(config, facts, whose)]
+    if "model.path" in models:
+        found += _rollout_cut(config, world_size, models["model.path"])
+    if len(models) == 2 and models["critic.path"].vocab_size != models["model.path"].vocab_size:
+        found.append(
+            f"critic.path's vocab_size={models['critic.path'].vocab_size} is not model.path's "
+            f"{models['model.path'].vocab_size}: the two read tokens differently; take a critic of the same vocabulary"
+        )
     return found
+
+
+def fitting_world(config: RunConfig) -> int:
+    """The smallest world that both parallel layouts divide."""
+    training = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
+    return math.lcm(training, config.rollout.tensor_model_parallel_size)
 
 
 def warnings(config: RunConfig) -> list[str]:
     """Settings that differ from their default and have no effect in this run, a line each."""
     return [*_idle_algorithm(config), *_idle_sections(config), *_idle_schedule(config)]
+
+
+def optimizer_steps(config: RunConfig, section: ActorSection | CriticSection) -> int:
+    """Optimizer steps of a role per rollout batch."""
+    mini, epochs, _ = _resolved(section)
+    return config.data.train_batch_size // mini * epochs
 
 
 def batch_arithmetic(config: RunConfig, world_size: int) -> list[tuple[str, str]]:
@@ -54,11 +75,11 @@ def batch_arithmetic(config: RunConfig, world_size: int) -> list[tuple[str, str]
         roles.append(("critic", config.critic))
     for role, section in roles:
         mini, epochs, budget = _resolved(section)
-        steps = data.train_batch_size // mini
+        steps = optimizer_steps(config, section)
         rows += [
             (f"{role} mini-batch", f"{mini} prompts x {rollout.n} = {mini * rollout.n} samples"),
-            (f"{role} optimizer steps per step", f"{steps} mini-batches x {epochs} epochs = {steps * epochs}"),
-            (f"{role} optimizer steps in all", str(steps * epochs * config.trainer.total_steps)),
+            (f"{role} optimizer steps per step", f"{steps // epochs} mini-batches x {epochs} epochs = {steps}"),
+            (f"{role} optimizer steps in all", str(steps * config.trainer.total_steps)),
             (f"{role} micro-batch", f"at most {budget} tokens, {budget // length} sequences of full length"),
         ]
     return rows
@@ -151,15 +172,8 @@ def _sampling(config: RunConfig) -> Iterator[str]:
         yield "rollout.stop holds empty text, which would stop every response at once; remove it"
 
 
-def _model(config: RunConfig, world: int, hf: Mapping[str, Any]) -> Iterator[str]:
-    heads, layers, ffn = hf.get("num_attention_heads"), hf.get("num_hidden_layers"), hf.get("intermediate_size")
-    kv_heads = hf.get("num_key_value_heads") or heads
-    if not all(isinstance(size, int) and size > 0 for size in (heads, kv_heads, layers, ffn)):
-        return  # the model's own rules name the field
-    assert isinstance(heads, int)
-    assert isinstance(kv_heads, int)
-    assert isinstance(layers, int)
-    assert isinstance(ffn, int)
+def _training_cut(config: RunConfig, world: int, facts: ModelFacts, whose: str) -> Iterator[str]:
+    heads, kv_heads, layers, ffn = facts.num_heads, facts.num_kv_heads, facts.num_layers, facts.ffn_size
     tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
     fits = [t for t in range(1, tp + 1) if not (heads % t or kv_heads % t or ffn % t)]
     usable = [t for t in fits if world % (t * pp) == 0] or fits
@@ -170,20 +184,24 @@ def _model(config: RunConfig, world: int, hf: Mapping[str, Any]) -> Iterator[str
     ):
         if size % tp:
             yield (
-                f"parallel.tensor_model_parallel_size={tp} does not divide the model's {name}={size}; "
+                f"parallel.tensor_model_parallel_size={tp} does not divide {whose} {name}={size}; "
                 f"the largest that works is {usable[-1]}"
             )
             break
     if pp > layers:
         yield (
-            f"parallel.pipeline_model_parallel_size={pp} is more than the model's num_hidden_layers={layers}; "
+            f"parallel.pipeline_model_parallel_size={pp} is more than {whose} num_hidden_layers={layers}; "
             f"take one of {_divisors(layers)}"
         )
     elif layers % pp:
         yield (
-            f"parallel.pipeline_model_parallel_size={pp} does not divide the model's num_hidden_layers={layers}, and "
+            f"parallel.pipeline_model_parallel_size={pp} does not divide {whose} num_hidden_layers={layers}, and "
             f"uneven pipeline stages are not supported; take one of {_divisors(layers)}"
         )
+
+
+def _rollout_cut(config: RunConfig, world: int, facts: ModelFacts) -> Iterator[str]:
+    heads, kv_heads, ffn = facts.num_heads, facts.num_kv_heads, facts.ffn_size
     rollout_tp = config.rollout.tensor_model_parallel_size
     fits = [t for t in range(1, rollout_tp + 1) if not (heads % t or ffn % t) and _kv_fits(kv_heads, t)]
     if rollout_tp not in fits:
@@ -199,17 +217,10 @@ def _kv_fits(kv_heads: int, tp: int) -> bool:
     return kv_heads % tp == 0 or tp % kv_heads == 0
 
 
-def _positions(config: RunConfig, hf: Mapping[str, Any]) -> Iterator[str]:
-    limit = hf.get("max_position_embeddings")
+def _positions(config: RunConfig, facts: ModelFacts, whose: str) -> Iterator[str]:
     length = config.data.max_prompt_length + config.data.max_response_length
-    if not isinstance(limit, int):
-        return
-    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    if (rope.get("rope_type") or rope.get("type")) == "yarn":  # its config may state the unextended length
-        original = rope.get("original_max_position_embeddings") or limit
-        limit = max(limit, int(original * rope.get("factor", 1.0)))
-    if length > limit:
-        yield f"{_sequence(config)} is more than the model's {limit} positions; lower one of the two"
+    if length > facts.max_positions:
+        yield f"{_sequence(config)} is more than {whose} {facts.max_positions} positions; lower one of the two"
 
 
 def _idle_algorithm(config: RunConfig) -> Iterator[str]:
@@ -279,8 +290,7 @@ def _idle_schedule(config: RunConfig) -> Iterator[str]:
     if config.needs_critic:
         roles.append(("critic", config.critic))
     for role, section in roles:
-        mini, epochs, _ = _resolved(section)
-        per_step = -(-config.data.train_batch_size // mini) * epochs
+        per_step = optimizer_steps(config, section)
         total = per_step * config.trainer.total_steps
         optim = section.optim
         if optim.lr_scheduler_type == "constant":

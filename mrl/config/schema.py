@@ -17,6 +17,7 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
+Text = Annotated[str, Field(min_length=1)]
 KlEstimator = Literal["k1", "k2", "k3", "abs"]
 
 
@@ -29,7 +30,7 @@ class Section(BaseModel):
 class ModelSection(Section):
     """The policy to train: an ordinary HuggingFace directory."""
 
-    path: str
+    path: Text
     """HuggingFace directory: config.json, tokenizer files and (unless init is random) safetensors."""
     init: Literal["pretrained", "random"] = "pretrained"
     """`random` draws the weights from trainer.seed as transformers does, so a directory without weights will do."""
@@ -92,7 +93,7 @@ class ActorSection(Section):
 
 
 class CriticSection(Section):
-    path: str | None = None
+    path: Text | None = None
     """HuggingFace directory the critic's trunk starts from; the actor's where null."""
     optim: CriticOptimSection = CriticOptimSection()
     ppo_mini_batch_size: Positive | None = None
@@ -110,7 +111,7 @@ class RefSection(Section):
 
 
 class RewardSection(Section):
-    function: str
+    function: Text
     """`path/to/file.py:function_name`, or a built-in: `exact_match`, `regex_match`, `contains`."""
     style: Literal["sample", "batch"] = "sample"
     """`sample` calls compute_score(...) once a sample, `batch` fn(prompts, completions, **columns) once a group."""
@@ -118,7 +119,7 @@ class RewardSection(Section):
     """Extra keyword arguments passed to the function."""
     num_workers: Positive = 1
     """Processes per rollout replica that score finished samples while others still generate."""
-    timeout_s: PositiveFloat = 60.0
+    timeout_s: Annotated[float, Field(gt=0.0, le=86400.0)] = 60.0
     on_error: Literal["stop", "drop"] = "stop"
     """`drop` masks the sample out of every loss and counts it; a wrong-length list always stops."""
 
@@ -126,7 +127,8 @@ class RewardSection(Section):
 class RolloutSection(Section):
     n: Positive = 1
     """Samples per prompt."""
-    temperature: PositiveFloat = 1.0
+    temperature: Annotated[float, Field(ge=0.01)] = 1.0
+    """vLLM samples greedily or clamps below 0.01, and the log-probs would not be the sampler's."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     top_k: Annotated[int, Field(ge=-1)] = -1
     min_p: Fraction = 0.0
@@ -140,8 +142,8 @@ class RolloutSection(Section):
     enforce_eager: bool = False
     """Switches CUDA graphs off; the CPU platform always runs eagerly."""
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
-    kv_cache_gib: PositiveFloat = 1.0
-    """KV-cache size in GiB on the CPU platform (on CUDA gpu_memory_utilization decides)."""
+    kv_cache_gib: Positive = 1
+    """KV-cache size in whole GiB on the CPU platform (on CUDA gpu_memory_utilization decides)."""
     stop: list[str] = []
     """Stop strings; any entry switches vLLM's detokenising on, at about half the speed."""
     ignore_eos: bool = False
@@ -187,7 +189,7 @@ class AlgorithmSection(Section):
 
 
 class DataSection(Section):
-    train_files: str | list[str]
+    train_files: Text | list[Text]
     """jsonl or parquet files, read in the given order."""
     prompt_key: str = "prompt"
     train_batch_size: Positive = 64
@@ -208,8 +210,8 @@ class BridgeSection(Section):
 
 class TrainerSection(Section):
     total_steps: Positive
-    seed: int = 0
-    run_dir: str | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    run_dir: Text | None = None
     """runs/<config name> where null."""
     overwrite: bool = False
     nproc_per_node: Positive = 1

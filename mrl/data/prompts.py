@@ -18,6 +18,8 @@ import pyarrow.parquet
 from jinja2 import TemplateError
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from mrl.config.schema import RunConfig
+
 Message = dict[str, str]
 """A chat message: role and content."""
 
@@ -116,6 +118,18 @@ def encode_prompts(
     return EncodedPrompts(encoded, num_filtered)
 
 
+def encode_configured_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> EncodedPrompts:
+    """Read and tokenise what the configuration's data section names; ValueError naming file and line."""
+    data = config.data
+    return encode_prompts(
+        read_prompts(config.prompt_files(), data.prompt_key),
+        tokenizer,
+        data.max_prompt_length,
+        filter_overlong=data.filter_overlong_prompts,
+        apply_chat_template=data.apply_chat_template,
+    )
+
+
 class PromptStream:
     """The order of prompts: the batch of a step is a pure function of (seed, step), so a resumed run needs no state.
 
@@ -152,8 +166,10 @@ class PromptStream:
 
 def _read_rows(path: Path) -> Iterator[tuple[str, Any]]:
     """(origin, row) of each row of a file."""
-    if not path.is_file():
+    if not path.exists():
         raise ValueError(f"prompt file {path} does not exist; correct data.train_files")
+    if not path.is_file():
+        raise ValueError(f"prompt file {path} is not a regular file; name jsonl or parquet files in data.train_files")
     if path.suffix == ".jsonl":
         return _read_jsonl(path)
     if path.suffix == ".parquet":
@@ -177,6 +193,8 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
                 raise ValueError(f"{origin}: not JSON ({error.msg}, column {error.colno}); correct the line") from error
             except RecursionError as error:
                 raise ValueError(f"{origin}: JSON nested too deeply; correct the line") from error
+            except ValueError as error:
+                raise ValueError(f"{origin}: holds a number of thousands of digits; write it as text") from error
             yield origin, row
 
 
@@ -188,7 +206,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
                 for row in batch.to_pylist():
                     yield f"{path}:row {number}", row
                     number += 1
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, OverflowError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"{path}: not a readable parquet file ({reason}); write it anew") from error
 

@@ -145,20 +145,18 @@ class MegatronEngine:
     @torch.no_grad()
     def score(
         self, micro_batches: Sequence[MicroBatch], shape: tuple[int, int], temperature: float | None = None
-    ) -> dict[str, Tensor]:
-        """Forward only: {log_probs, entropy} or {values}, each [B, R] fp32 on every rank's CPU, 0 where not scored.
+    ) -> Tensor:
+        """Forward only: log-probs or, with a value head, values [B, R] fp32 on every rank's CPU, 0 where not scored.
 
         temperature: the engine's own where None.
         """
         results = self._run(micro_batches, _collect, forward_only=True, temperature=temperature)
-        names = ("values",) if self.options.head == "value" else ("log_probs", "entropy")
-        flat = torch.zeros(len(names), shape[0] * shape[1], device=self.platform.device)
+        flat = torch.zeros(shape[0] * shape[1], device=self.platform.device)
         if self._speaks():
             for output, micro in zip(results, micro_batches, strict=True):
-                for row, name in enumerate(names):
-                    flat[row, micro.slots.to(flat.device)] = output.__dict__[name]
+                flat[micro.slots.to(flat.device)] = output
         dist.all_reduce(flat)  # each slot is written by one rank of the world: the sum is exact
-        return {name: flat[row].view(shape).cpu() for row, name in enumerate(names)}
+        return flat.view(shape).cpu()
 
     def train_step(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> tuple[OptimizerStep, list[Any]]:
         """One optimizer step over the micro-batches; the gradient is divided once, by the global count of positions.
@@ -261,8 +259,10 @@ def vocabulary_rows(model: TrunkModel, facts: ModelFacts, tp_rank: int) -> tuple
     return first, max(0, min(per_rank, facts.vocab_size - first))
 
 
-def _collect(output: HeadOutput, micro: MicroBatch) -> HeadOutput:
-    return output
+def _collect(output: HeadOutput, micro: MicroBatch) -> Tensor:
+    scores = output.log_probs if output.values is None else output.values
+    assert scores is not None
+    return scores
 
 
 def _train(loss: Loss, output: HeadOutput, micro: MicroBatch) -> tuple[Tensor, Tensor, Any]:

@@ -47,7 +47,6 @@ class GuardedOptimizer:
         self._section = section
         self._total_steps = total_steps
         self.steps = 0
-        self.skipped = 0
         config = OptimizerConfig(
             optimizer="adam",
             lr=section.lr,
@@ -75,7 +74,6 @@ class GuardedOptimizer:
         self.megatron.prepare_grads()
         norm = float(self.megatron.get_grad_norm())
         if not math.isfinite(norm):
-            self.skipped += 1
             return OptimizerStep(norm, applied=False, lr=lr)
         if self._section.clip_grad > 0:
             clip_grad_by_total_norm_fp32(self.megatron.get_parameters(), self._section.clip_grad, norm)

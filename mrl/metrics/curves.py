@@ -30,7 +30,7 @@ def plot_run(run_dir: Path) -> Path:
     reward.fill_between(steps, low, high, color=BLUE, alpha=0.12, linewidth=0, label="min to max")
     _finish(reward, "Reward", "score")
 
-    _line(kl, steps, rows, "actor/reward_kl", "reference, in reward", ORANGE)
+    _line(kl, steps, rows, "actor/reward_kl_penalty", "reference, in reward", ORANGE)
     _line(kl, steps, rows, "actor/kl_loss", "reference, in loss", ORANGE)
     _line(kl, steps, rows, "actor/ppo_kl", "old policy", GREY)
     _finish(kl, "KL divergence", "nats per token")
@@ -47,7 +47,10 @@ def plot_run(run_dir: Path) -> Path:
     if names:
         columns = [[v if v == v else 0.0 for v in _column(rows, f"timing_s/{n}")] for n in names]
         colours = [STAGE_COLOURS[i % len(STAGE_COLOURS)] for i in range(len(names))]
-        stages.stackplot(steps, columns, labels=names, colors=colours)
+        if len(steps) == 1:  # an area needs two points
+            stages.stackplot([steps[0] - 0.4, steps[0] + 0.4], [c * 2 for c in columns], labels=names, colors=colours)
+        else:
+            stages.stackplot(steps, columns, labels=names, colors=colours)
     _finish(stages, "Time per stage", "seconds")
     if names:
         stages.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, frameon=False)
@@ -70,13 +73,18 @@ def _stage_names(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def _line(axis: Any, steps: list[int], rows: Sequence[dict[str, Any]], key: str, label: str, colour: str) -> None:
     values = _column(rows, key)
-    if any(v == v for v in values):
-        axis.plot(steps, values, color=colour, label=label, linewidth=1.6)
+    present = [v == v for v in values]
+    if any(present):
+        # A point without neighbours makes no line: it gets a dot.
+        padded = [False, *present, False]
+        alone = [i for i, there in enumerate(present) if there and not padded[i] and not padded[i + 2]]
+        axis.plot(steps, values, color=colour, label=label, linewidth=1.6, marker="o", markersize=4, markevery=alone)
 
 
 def _finish(axis: Any, title: str, unit: str) -> None:
     axis.set_title(title, loc="left", fontsize=11, fontweight="bold")
     axis.set_xlabel("step")
+    axis.xaxis.get_major_locator().set_params(integer=True)
     axis.set_ylabel(unit)
     axis.grid(alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)

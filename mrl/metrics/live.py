@@ -20,7 +20,7 @@ SPARKS = "▁▂▃▄▅▆▇█"
 
 SHOWN = [
     ("reward", "critic/score/mean", "{:.3f}"),
-    ("KL to reference", "actor/reward_kl", "{:.4f}"),
+    ("KL to reference", "actor/reward_kl_penalty", "{:.4f}"),
     ("KL to reference", "actor/kl_loss", "{:.4f}"),
     ("response length", "response_length/mean", "{:.1f}"),
     ("entropy", "actor/entropy", "{:.3f}"),

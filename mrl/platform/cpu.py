@@ -39,7 +39,7 @@ class CpuPlatform:
     def megatron(self) -> contextlib.AbstractContextManager[None]:
         return _megatron_on_cpu()
 
-    def vllm_environment(self, kv_cache_gib: float) -> dict[str, str]:
+    def vllm_environment(self, kv_cache_gib: int) -> dict[str, str]:
         from mrl.platform.cpu_vllm import vllm_environment
 
         return vllm_environment(kv_cache_gib)

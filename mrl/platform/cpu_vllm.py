@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import secrets
 from typing import Any
@@ -12,13 +11,13 @@ import torch.distributed as dist
 from torch import nn
 
 
-def vllm_environment(kv_cache_gib: float) -> dict[str, str]:
-    """What vLLM's CPU build reads from the environment at import. kv_cache_gib is rounded up to whole GiB."""
+def vllm_environment(kv_cache_gib: int) -> dict[str, str]:
+    """What vLLM's CPU build reads from the environment at import."""
     return {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         # vLLM would pin its threads to cores that the trainer's ranks share; torchrun's OMP_NUM_THREADS rules instead.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(kv_cache_gib)),
+        "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib),
     }
 
 

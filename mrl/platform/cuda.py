@@ -34,7 +34,7 @@ class CudaPlatform:
     def megatron(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def vllm_environment(self, kv_cache_gib: float) -> dict[str, str]:
+    def vllm_environment(self, kv_cache_gib: int) -> dict[str, str]:
         del kv_cache_gib  # on CUDA rollout.gpu_memory_utilization sizes the cache
         return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -57,9 +58,13 @@ def check_reward(function: str, style: Style, kwargs: Mapping[str, Any]) -> None
     path, name = _split(function, style)
     if path is None:
         _check_signature(inspect.signature(BUILT_INS[name]), f"built-in reward {name}", style, kwargs)
+        _check_pattern(name, kwargs)
         return
     tree = _parse(path)
     definitions = {node.name: node for node in _top_level(tree) if isinstance(node, ast.FunctionDef)}
+    coroutines = [node for node in _top_level(tree) if isinstance(node, ast.AsyncFunctionDef) and node.name == name]
+    if coroutines:
+        raise RewardError(f"{path}:{coroutines[-1].lineno} in {name}: async functions are not supported; make it plain")
     if name in definitions:
         node = definitions[name]
         if not node.decorator_list:  # a decorator may change the signature: the worker checks the real one
@@ -112,27 +117,44 @@ def _split(function: str, style: Style) -> tuple[Path | None, str]:
         if style != "sample":
             raise RewardError(f"built-in reward {function} scores samples one by one; set reward.style=sample")
         return None, function
-    path = Path(file).resolve()
-    if not path.is_file():
-        raise RewardError(f"reward file {file!r} does not exist; correct reward.function={function}")
     if not name.isidentifier():
         raise RewardError(f"reward.function {function!r} must end in a function name: path/to/file.py:function")
+    path = Path(file).resolve()
+    if not path.exists():
+        raise RewardError(f"reward file {file!r} does not exist; correct reward.function={function}")
+    if not path.is_file() or path.suffix != ".py":
+        raise RewardError(f"reward file {file!r} is not a regular file that ends in .py; correct reward.function")
     return path, name
+
+
+def _check_pattern(name: str, kwargs: Mapping[str, Any]) -> None:
+    pattern = kwargs.get("pattern")
+    if name != "regex_match" or pattern is None:
+        return
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise RewardError(f"reward.kwargs.pattern={pattern!r} is no regular expression ({error}); correct it") from None
 
 
 def _parse(path: Path) -> ast.Module:
     try:
-        return ast.parse(path.read_bytes(), filename=str(path))
+        source = path.read_bytes()
+        compile(source, str(path), "exec", dont_inherit=True)  # finds what parsing does not: a stray return
+        return ast.parse(source, filename=str(path))
     except SyntaxError as error:
         raise RewardError(f"{path}:{error.lineno or 1}: {error.msg}; correct the reward file") from error
-    except ValueError as error:
-        raise RewardError(f"{path}: {error}; correct the reward file") from error
+    except (ValueError, RecursionError, MemoryError) as error:
+        reason = str(error) or "nested too deeply"
+        raise RewardError(f"{path}: {reason}; correct the reward file") from error
+    except OSError as error:
+        raise RewardError(f"{path}: cannot be read ({error.strerror}); correct its permissions") from error
 
 
 def _import(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location("mrl_user_reward", path)
-    if spec is None or spec.loader is None:
-        raise RewardError(f"reward file {path} must end in .py")
+    assert spec is not None, path
+    assert spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle look their module up
     sys.path.insert(0, str(path.parent))
@@ -161,7 +183,7 @@ def _other_names(tree: ast.Module) -> set[str]:
             names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
-        elif isinstance(node, ast.ClassDef | ast.AsyncFunctionDef):
+        elif isinstance(node, ast.ClassDef):
             names.add(node.name)
     return _Everything() if "*" in names else names
 

@@ -75,18 +75,29 @@ def kl_in_reward(
 
     Args: scores [B]; log_probs (the policy that sampled), ref_log_probs [B, R] float; mask [B, R] bool; `kind` of
     KL_ESTIMATORS.
-    Returns: (rewards [B, R] float32, metrics): mean `reward_kl` (the estimator's value per token, before coef; what a
-    controller is fed with) and `reward_kl_penalty` (coef times that), sum `reward_kl_clamped`.
+    Returns: (rewards [B, R] float32, metrics): mean `reward_kl_penalty` (the estimator's value per token, before coef;
+    what a controller is fed with), sum `reward_kl_penalty_clamped`.
     Raises ValueError where a sample that counts has a score that is NaN or infinite.
     """
     log_ratio = masked_log_ratio(log_probs.detach(), ref_log_probs, mask)
     kl = KL_ESTIMATORS[kind](log_ratio)
-    kl_sum, count = masked_sum(kl, mask), mask.sum()
     metrics = TokenMetrics(
-        mean={"reward_kl": (kl_sum, count), "reward_kl_penalty": (coef * kl_sum, count)},
-        sum={"reward_kl_clamped": count_clamped(log_ratio, mask)},
+        mean={"reward_kl_penalty": (masked_sum(kl, mask), mask.sum())},
+        sum={"reward_kl_penalty_clamped": count_clamped(log_ratio, mask)},
     )
     return score_at_last_token(scores, mask) - coef * kl.float(), metrics
+
+
+def reference_kl(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor) -> TokenMetrics:
+    """Every estimator of the policy's KL to the reference, for the log: mean per token `ref_kl_<estimator>`.
+
+    log_probs (the policy that sampled), ref_log_probs [B, R] float; mask [B, R] bool.
+    """
+    log_ratio = masked_log_ratio(log_probs.detach(), ref_log_probs, mask)
+    count = mask.sum()
+    return TokenMetrics(
+        mean={f"ref_kl_{name}": (masked_sum(KL_ESTIMATORS[name](log_ratio), mask), count) for name in KL_ESTIMATORS}
+    )
 
 
 class KlController(Protocol):

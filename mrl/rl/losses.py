@@ -142,7 +142,7 @@ def value_loss(
     """Critic loss 0.5 * max((v - R)^2, (v_clipped - R)^2), v_clipped within value_clip of the old value; None: no clip.
 
     The clip follows OpenAI's PPO code (Schulman et al. 2017). Only `values` carries a gradient.
-    Metrics. mean: `vf_loss`; `vf_clipfrac`, tokens where the clipped term is the larger; `values`, the critic's mean.
+    Metrics. mean: `vf_loss`; `vf_clipfrac`, tokens where the clipped term is the larger; `vpred_mean`.
     """
     mask = _mask(mask, values)
     returns = masked_fill_zero(as_float(returns), mask)

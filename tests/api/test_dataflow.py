@@ -124,6 +124,25 @@ def test_host_work_runs_beside_device_work() -> None:
     assert announced == ["ref", "adv"]
 
 
+def test_a_failing_device_stage_does_not_wait_for_a_host_stage() -> None:
+    release, failed_first = threading.Event(), []
+
+    def host(context: Context) -> None:
+        failed_first.append(not release.wait(30))
+        context["scores"] = 1
+
+    def device(context: Context) -> None:
+        raise ValueError("device")
+
+    with pytest.raises(ValueError, match="device"):
+        execute(
+            [stage("reward", "start", "scores", host, device="host"), stage("ref", "start", "log_probs", device)],
+            {"start": 0},
+        )
+    assert not failed_first  # the host stage still waits
+    release.set()
+
+
 def test_a_host_stage_at_the_end_is_waited_for() -> None:
     fields, _, _ = execute([stage("a", "start", "a"), stage("log", "a", "logged", device="host")], {"start": 0})
     assert fields["logged"] == "log"

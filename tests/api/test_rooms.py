@@ -34,10 +34,10 @@ ROOMS: list[tuple[str, ...]] = [
     ("mrl.data",),
     ("converters.load",),
     ("converters.hf_checkpoint",),
-    ("converters.rules",),
     ("mrl.parallel",),
     ("mrl.platform",),
     ("mrl.config",),
+    ("converters.rules",),
     ("mrl.seeding",),
 ]
 """From the top down; rooms of one line may import each other."""

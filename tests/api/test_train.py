@@ -52,7 +52,7 @@ def test_its_metrics(demo: Path) -> None:
         assert row.keys() >= {
             "critic/score/mean", "critic/rewards/mean", "critic/advantages/mean", "critic/returns/mean",
             "critic/values/mean", "critic/vf_loss", "critic/grad_norm", "critic/lr", "actor/ppo_kl", "actor/entropy",
-            "actor/pg_loss", "actor/pg_clipfrac", "actor/grad_norm", "actor/lr", "actor/reward_kl",
+            "actor/pg_loss", "actor/pg_clipfrac", "actor/grad_norm", "actor/lr", "actor/reward_kl_penalty",
             "response_length/mean", "response_length/max", "prompt_length/mean", "mismatch/exp_abs_diff",
             "timing_s/rollout", "timing_s/reward", "timing_s/ref_log_prob", "timing_s/old_log_prob", "timing_s/values",
             "timing_s/adv", "timing_s/update_critic", "timing_s/update_actor", "timing_s/sync", "timing_s/step",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +22,7 @@ from mrl.config.schema import RunConfig
 from mrl.preflight import preflight
 from mrl.rundir import prepare_run_dir
 
+MODEL = Path(__file__).resolve().parents[2] / "examples" / "demo" / "model"
 HF = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -30,7 +33,7 @@ HF = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 16,
-    "vocab_size": 151,
+    "vocab_size": 260,
     "rms_norm_eps": 1e-5,
     "max_position_embeddings": 256,
 }
@@ -42,7 +45,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    Path("model").mkdir()
+    shutil.copytree(MODEL, "model")
     Path("model/config.json").write_text(json.dumps(HF))
     Path("prompts.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     content = {
@@ -139,7 +142,32 @@ ONE_FAULT: list[tuple[list[str], list[str]]] = [
     (["rollout.top_k=50"], ["rollout.top_k=50", "refused", "at -1"]),
     (["rollout.min_p=0.1"], ["rollout.min_p=0.1", "refused", "at 0"]),
     (["rollout.stop=['']"], ["rollout.stop", "empty", "remove it"]),
+    # values that would only be found wrong after the start
+    (["trainer.seed=-1"], ["trainer.seed=-1", ">= 0"]),
+    (["trainer.seed=4294967296"], ["trainer.seed=4294967296", "< 4.29497e+09"]),
+    (["reward.timeout_s=1e300"], ["reward.timeout_s=1.0e+300", "<= 86400"]),
+    (["rollout.temperature=1e-300"], ["rollout.temperature=1.0e-300", ">= 0.01"]),
+    (["rollout.kv_cache_gib=0.5"], ["rollout.kv_cache_gib=0.5", "an integer"]),
+    (["reward.function=regex_match", "reward.kwargs={pattern: '('}"], ["reward.kwargs.pattern='('", "unterminated"]),
+    (["data.max_prompt_length=1"], ["prompts.jsonl:1", "4 tokens", "data.max_prompt_length=1"]),
+    (["data.apply_chat_template=true"], ["prompts.jsonl:1", "chat template", "of model lacks"]),
+    # text
+    (["model.path=''"], ["model.path", "is empty"]),
+    (["trainer.run_dir=''"], ["trainer.run_dir", "is empty"]),
+    (["data.train_files=''"], ["data.train_files", "is empty"]),
+    (['data.prompt_key="\\ud800"'], ["data.prompt_key", "lone surrogate"]),
+    (['reward.kwargs={"\\ud800": 1}'], ["reward.kwargs", "lone surrogate"]),
+    (['trainer.run_dir="a\\0b"'], ["trainer.run_dir", "NUL character"]),
+    (['model.path="a\\nb"'], ["a\\nb/config.json", "no such file"]),
+    ([f"model.path={'x' * 300}"], ["model.path", "File name too long"]),
+    ([f"data.train_files={'x' * 300}"], ["data.train_files", "File name too long"]),
+    ([f"reward.function={'x' * 300}.py:f"], ["reward.function", "File name too long"]),
+    (["trainer.nproc_per_node=0"], ["trainer.nproc_per_node=0", "> 0"]),
     # files
+    (["data.train_files=model"], ["prompt file model", "not a regular file"]),
+    (["reward.function=model:f"], ["reward file 'model'", "not a regular file"]),
+    (["reward.function=prompts.jsonl:f"], ["prompts.jsonl", "ends in .py"]),
+    (["reward.function='prompts.jsonl:'"], ["prompts.jsonl:", "must end in a function name"]),
     (["model.path=nowhere"], ["nowhere/config.json", "model.path"]),
     (["model.init=pretrained"], ["model.path: model", "safetensors", "model.init=random"]),
     (["critic.path=nowhere"], ["nowhere/config.json", "no such file"]),
@@ -173,6 +201,16 @@ def test_one_fault_one_line(config: Path, overrides: list[str], names: list[str]
         ("actor.optim.lr: 1\n", ["bad.yaml:1", "actor.optim.lr", "nest it"]),
         ("model: {path: a}\nrollot:\n  n: 2\n", ["bad.yaml:2", "unknown section rollot"]),
         ("\x00", ["bad.yaml", "not valid YAML"]),
+        ("trainer: {seed: !!int 'abc'}\n", ["bad.yaml:1", "'abc' is no int"]),
+        ("trainer: {seed: !!bool 'abc'}\n", ["bad.yaml:1", "'abc' is no bool"]),
+        (f"trainer:\n  seed: {'9' * 5000}\n", ["bad.yaml:2", "is no int"]),
+        ("a: &b {c: 1}\ntrainer:\n  <<: *b\n", ["bad.yaml:3", "merge keys"]),
+        ('model: {path: "a\\ud800"}\n', ["bad.yaml:1", "lone surrogate"]),
+        (
+            "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n"
+            + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 8)),
+            ["bad.yaml", "aliases expand to more than"],
+        ),
     ],
 )
 def test_bad_yaml(config: Path, text: str, names: list[str]) -> None:
@@ -182,7 +220,15 @@ def test_bad_yaml(config: Path, text: str, names: list[str]) -> None:
     assert any(all(name in line for name in names) for line in lines), lines
 
 
+def test_an_unknown_key_hides_nothing(config: Path) -> None:
+    """`n` and `a` stand in many words; only a key whose value is unknown silences a rule."""
+    lines = violations(config, ["n=4", "a=1", "rollout.top_p=0.5", f"{PP}=3"])
+    assert len(lines) == 4, lines
+
+
 def test_files_that_cannot_be_read(config: Path) -> None:
+    os.mkfifo("fifo.yaml")
+    assert "not a regular file" in violations(Path("fifo.yaml"), [])[0]
     Path("latin.yaml").write_bytes(b"\xff\xfe\xfa")
     assert violations(Path("none.yaml"), []) == ["config file none.yaml does not exist; correct its path"]
     assert "not UTF-8" in violations(Path("latin.yaml"), [])[0]
@@ -211,6 +257,48 @@ def test_everything_is_reported_at_once(config: Path) -> None:
     assert len(lines) == 8, lines
     for name in ("'rollout.n'", "rollot", "lr=fast", "size=x", "top_p", PP, "nowhere.py", "prompts.jsonl:2"):
         assert any(name in line for line in lines), name
+
+
+def test_the_critics_own_model_is_checked_too(config: Path) -> None:
+    """Its layout, its positions and its vocabulary: the model's rules hold for both."""
+    shutil.copytree("model", "critic")
+    odd = {"num_attention_heads": 3, "num_key_value_heads": 3, "vocab_size": 32, "max_position_embeddings": 16}
+    Path("critic/config.json").write_text(json.dumps(HF | odd))
+    lines = violations(config, ["critic.path=critic"])
+    for text in ("critic.path's num_attention_heads=3", "critic.path's 16 positions", "critic.path's vocab_size=32",
+                 "critic.path: critic"):  # the last: it has no weights  # fmt: skip
+        assert any(text in line for line in lines), (text, lines)
+    assert len(lines) == 4, lines
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (
+            "def f(solution_str, data_source, ground_truth, extra_info):\n    return 1\nreturn 2\n",
+            "reward.py:3: 'return'",
+        ),
+        ("def f(a, a):\n    return 1\n", "reward.py:1: duplicate argument"),
+        ("async def f(data_source, solution_str, ground_truth, extra_info):\n    return 1\n", "async functions"),
+        ("f = " + "-" * 100_000 + "1\n", "reward.py"),
+    ],
+)
+def test_reward_files_that_cannot_work(config: Path, source: str, message: str) -> None:
+    Path("reward.py").write_text(source)
+    (line,) = violations(config, ["reward.function=reward.py:f"])
+    assert message in line
+    assert "correct" in line or "make it plain" in line
+
+
+def test_prompts_that_json_cannot_hold(config: Path) -> None:
+    Path("prompts.jsonl").write_text('{"prompt": "a", "answer": ' + "1" * 5000 + "}\n")
+    (line,) = violations(config, [])
+    assert "prompts.jsonl:1: holds a number of thousands of digits" in line
+
+
+def test_a_run_directory_that_cannot_be_made(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(config), "trainer.run_dir=prompts.jsonl/run"]) == 2
+    assert "run directory prompts.jsonl/run cannot be written (Not a directory)" in capsys.readouterr().err
 
 
 def test_model_family_that_is_not_supported(config: Path) -> None:
@@ -256,11 +344,15 @@ def test_yaml_scalars_follow_the_core_schema(config: Path) -> None:
 @settings(max_examples=60, deadline=None)
 @example(text="\u2028", number=1.0, kwargs={"a": "x\x85", "b": "\r\n\u2029"})
 @given(
-    text=st.text(max_size=12)
-    | st.sampled_from(["1e5", "yes", "null", "012", "0x1", "~", "", "a: b", "#", "- x", ".5"]),
+    text=st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1, max_size=12)
+    | st.sampled_from(["1e5", "yes", "null", "012", "0x1", "~", "a: b", "#", "- x", ".5"]),
     number=st.floats(min_value=1e-30, max_value=1e30),
     kwargs=st.dictionaries(
-        st.from_regex(r"[a-z]{1,4}", fullmatch=True), st.none() | st.booleans() | st.integers() | st.text(max_size=8)
+        st.from_regex(r"[a-z]{1,4}", fullmatch=True),
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=8),
     ),
 )
 def test_resolved_yaml_reads_back_equal(

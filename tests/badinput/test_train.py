@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.cli import DEMO, run, run_dir_override
+from tests.cli import DEMO, ROOT, run, run_dir_override
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,9 @@ def test_before_anything_starts(tmp_path: Path, override: str, message: str) -> 
 
 
 def test_a_missing_tensor_and_an_unknown_family(tiny: Callable[..., str], tmp_path: Path) -> None:
-    model = Path(shutil.copytree(tiny("llama"), tmp_path / "model"))
+    model = Path(shutil.copytree(tiny("llama", vocab_size=260), tmp_path / "model"))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(ROOT / "examples" / "demo" / "model" / name, model)
     tensors = load_file(model / "model.safetensors")
     del tensors["model.layers.3.mlp.up_proj.weight"]
     save_file(tensors, model / "model.safetensors")

@@ -31,9 +31,7 @@ FIXED = list(range(3, 27))
 def start_vllm(path: str, rollout_tp: int, load_format: str, loader_config: dict[str, Any]) -> RolloutEngine:
     from mrl.platform import select_platform
 
-    section = RolloutSection(
-        tensor_model_parallel_size=rollout_tp, dtype="float32", temperature=TEMPERATURE, kv_cache_gib=0.1
-    )
+    section = RolloutSection(tensor_model_parallel_size=rollout_tp, dtype="float32", temperature=TEMPERATURE)
     return RolloutEngine(
         path,
         section,

@@ -86,6 +86,15 @@ def test_a_cast_is_torchs_own_and_config_says_so(
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+def test_a_model_that_has_diverged_is_not_written(tiny: Callable[..., str], tmp_path: Path) -> None:
+    own = Gang(2)
+    with pytest.raises(GangError, match=r"final_layernorm\.weight of rank 1 holds NaN or infinite values"):
+        own.run(
+            export_case.round_trip, tiny("llama"), str(tmp_path / "out"), 1, 2, poison="decoder.final_layernorm.weight"
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_existing_folder_is_never_written_over(tiny: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("kept")

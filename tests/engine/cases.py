@@ -182,7 +182,7 @@ def full_log_probs(path: str, tp: int, pp: int, max_tokens: int, **options: Any)
                 )
             )  # fmt: skip
         width = max(r for _, r in LENGTHS)
-        scored = bench.engine.score(every, (len(LENGTHS), width * vocab))["log_probs"]
+        scored = bench.engine.score(every, (len(LENGTHS), width * vocab))
         return scored.view(len(LENGTHS) * width, vocab) if dist.get_rank() == 0 else None
 
 
@@ -245,11 +245,9 @@ def train(path: str, tp: int, pp: int, steps: int, poison_rank: int | None = Non
         outcomes = [bench.engine.train_step(micro, loss)[0] for _ in range(steps)]
         after = bench.engine.parameters()
         unchanged = all(torch.equal(before[name], after[name]) for name in before)
-        assert bench.engine.optimizer is not None
         return {
             "outcomes": outcomes,
             "unchanged": unchanged,
-            "skipped": bench.engine.optimizer.skipped,
             "weights": hf_weights(bench),
         }
 
@@ -285,7 +283,23 @@ def padded_rows_gradient(path: str, tp: int) -> float:
         return largest
 
 
-def scored(path: str, tp: int, pp: int, head: str, max_tokens: int) -> dict[str, Tensor]:
+def scored(path: str, tp: int, pp: int, head: str, max_tokens: int) -> Tensor:
     with Bench(path, tp, pp, head) as bench:
         shape = (len(LENGTHS), max(r for _, r in LENGTHS))
         return bench.engine.score(bench.micro_batches(max_tokens), shape)
+
+
+def entropies(path: str, tp: int) -> Tensor:
+    """Entropy at every scored position, [B, R], as the training pass hands it to a loss."""
+    with Bench(path, tp, 1, "lm", optim=OptimSection()) as bench:
+        shape = (len(LENGTHS), max(r for _, r in LENGTHS))
+        flat = torch.zeros(shape[0] * shape[1])
+
+        def loss(output: HeadOutput, micro: MicroBatch) -> tuple[Tensor, Any]:
+            assert output.log_probs is not None
+            assert output.entropy is not None
+            flat[micro.slots] = output.entropy.detach()
+            return output.log_probs.sum(), None
+
+        bench.engine.accumulate_gradients(bench.micro_batches(UNPACKED), loss, [])
+        return flat.view(shape)

@@ -112,10 +112,11 @@ def test_entropy_and_log_probs_of_padded_vocabulary(gang: Callable[[int], Gang],
     entropy = -(reference.exp() * reference).sum(-1)
     mask = cases.sequences(151)[3].flatten()
     got = gang(2).run(cases.scored, path, 2, 1, "lm", SMALL)[1]
-    assert torch.allclose(got["entropy"].flatten()[mask].double(), entropy[mask], atol=1e-5)
+    given = gang(2).run(cases.entropies, path, 2)[1]
+    assert torch.allclose(given.flatten()[mask].double(), entropy[mask], atol=1e-5)
     targets = cases.sequences(151)[1].flatten()[mask]
     chosen = reference[mask].gather(1, targets[:, None])[:, 0]
-    assert torch.allclose(got["log_probs"].flatten()[mask].double(), chosen, atol=1e-5)
+    assert torch.allclose(got.flatten()[mask].double(), chosen, atol=1e-5)
     assert gang(2).run(cases.padded_rows_gradient, path, 2) == [0.0, 0.0]
 
 
@@ -158,8 +159,8 @@ def test_three_optimizer_steps_equal_adamw(gang: Callable[[int], Gang], tiny: Ca
 def test_nan_on_one_rank_skips_the_step_everywhere(
     gang: Callable[[int], Gang], tiny: Callable[..., str], world: int, tp: int, pp: int
 ) -> None:
-    """The last rank's loss is NaN (it is on the last stage): no rank may change a weight, each counts the step."""
+    """The last rank's loss is NaN (it is on the last stage): no rank may change a weight."""
     for result in gang(world).run(cases.train, tiny("llama"), tp, pp, 2, world - 1):
         assert result["unchanged"]
-        assert result["skipped"] == 2
+        assert len(result["outcomes"]) == 2
         assert all(not o.applied and not math.isfinite(o.grad_norm) for o in result["outcomes"])

@@ -40,7 +40,7 @@ def main(path: str, layers: str, dtype_name: str) -> None:
     engine.load_hf(path)
     shape = (len(LENGTHS), max(r for _, r in LENGTHS))
     micro = micro_batches(engine.facts.vocab_size, layout, 0, max_tokens=64)
-    ours = engine.score(micro, shape)["log_probs"]
+    ours = engine.score(micro, shape)
 
     model = AutoModelForCausalLM.from_pretrained(Path(path), dtype=torch.float32).cuda()
     prompts, responses, lengths, mask = sequences(model.config.vocab_size)
@@ -58,7 +58,7 @@ def main(path: str, layers: str, dtype_name: str) -> None:
     (total / mask.sum()).backward()
     norm = torch.sqrt(sum(p.grad.double().square().sum() for p in model.parameters() if p.grad is not None))
     step, _ = engine.train_step([m.with_fields(weights=weights) for m in micro], weighted_log_prob_loss)
-    after = engine.score(micro, shape)["log_probs"]
+    after = engine.score(micro, shape)
     print(
         json.dumps(
             {

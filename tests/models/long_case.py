@@ -18,4 +18,4 @@ def long_log_probs(path: str, tokens: Tensor, max_length: int) -> Tensor:
         micro = build_micro_batches(
             [tokens[:1]], response, lengths, mask, [0], dp_size=1, dp_rank=0, max_tokens=4096, pad_multiple=1
         )
-        return bench.engine.score(micro, (1, response.shape[1]))["log_probs"][0]
+        return bench.engine.score(micro, (1, response.shape[1]))[0]

@@ -53,12 +53,29 @@ def test_facts_of_each_family(tmp_path: Path, family: str, qkv_bias: bool, qk_no
         ("llama", {"num_key_value_heads": 3}, "num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True"),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ("qwen3", {"layer_types": 5}, "layer_types=5 must be a list"),
+        ("llama", {"architectures": "LlamaForCausalLM"}, "architectures='LlamaForCausalLM' must be a list"),
+        ("llama", {"model_type": "mixtral"}, "model_type='mixtral' does not go with"),
+        ("llama", {"num_attention_heads": "4"}, "num_attention_heads='4' must be a positive integer"),
+        ("llama", {"num_attention_heads": 0}, "num_attention_heads=0 must be a positive integer"),
+        ("llama", {"num_hidden_layers": 4.0}, "num_hidden_layers=4.0 must be a positive integer"),
+        ("llama", {"vocab_size": -5}, "vocab_size=-5 must be a positive integer"),
+        ("llama", {"head_dim": 33}, "head_dim=33 is odd"),
+        ("llama", {"rms_norm_eps": "1e-5"}, "rms_norm_eps='1e-5' must be a positive number"),
+        ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps=nan must be a positive number"),
+        ("llama", {"tie_word_embeddings": "no"}, "tie_word_embeddings='no' must be true or false"),
+        ("llama", {"rope_parameters": "linear"}, "rope_parameters='linear' must be an object"),
+        ("llama", {"rope_parameters": {"rope_type": "zigzag"}}, "'zigzag' is not supported; supported: def"),
+        ("llama", {"rope_parameters": {"rope_theta": "abc"}}, "rope_theta='abc' must be a positive number"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": "four"}}, "factor='four' must be a positive"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
     ],
 )  # fmt: skip
 def test_refused_by_name(tmp_path: Path, family: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         facts_of(write(tmp_path, family, **changes))
     assert "\n" not in str(caught.value)
+    assert str(tmp_path / "config.json") in str(caught.value)
 
 
 READ = {
@@ -95,8 +112,9 @@ def test_missing_field_and_malformed_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config\.json: no such file"):
         facts_of(tmp_path)
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "num_attention_heads": 4}')
-    with pytest.raises(ValueError, match="lacks the field 'num_hidden_layers'"):
+    with pytest.raises(ValueError, match="lacks the field 'hidden_size'"):
         facts_of(tmp_path)
-    (tmp_path / "config.json").write_text("{not json")
-    with pytest.raises(ValueError, match="not valid JSON"):
-        facts_of(tmp_path)
+    for text in ("{not json", '{"a": ' + "1" * 5000 + "}", "[" * 200_000):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ValueError, match="not valid JSON"):
+            facts_of(tmp_path)

@@ -20,7 +20,7 @@ from mrl.metrics.live import LiveView, PlainView, clock, closing_lines, eta_seco
 STEP = {
     "step": 1.0,
     "critic/score/mean": 0.25,
-    "actor/reward_kl": 0.001,
+    "actor/reward_kl_penalty": 0.001,
     "response_length/mean": 7.5,
     "actor/entropy": 2.5,
     "timing_s/step": 2.0,

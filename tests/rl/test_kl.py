@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mrl.rl.correction import mismatch_metrics, token_importance_weights
-from mrl.rl.kl import KL_ESTIMATORS, AdaptiveKl, FixedKl, build_kl_controller, kl_in_reward, score_at_last_token
+from mrl.rl.kl import (
+    KL_ESTIMATORS,
+    AdaptiveKl,
+    FixedKl,
+    build_kl_controller,
+    kl_in_reward,
+    reference_kl,
+    score_at_last_token,
+)
 
 property_test = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -95,11 +103,14 @@ def test_kl_in_reward(pair: tuple[Tensor, Tensor, Tensor], kind: str, coef: floa
             expected[row, valid[-1]] += float(scores[row])
     assert rewards.dtype == torch.float32
     np.testing.assert_allclose(rewards, expected, rtol=2e-6, atol=3e-6 * max(coef, 1.0))
-    total, tokens = metrics.mean["reward_kl"]
+    total, tokens = metrics.mean["reward_kl_penalty"]
     assert int(tokens) == count
     assert float(total) == pytest.approx(kl_sum, rel=1e-5, abs=1e-5)
-    assert float(metrics.mean["reward_kl_penalty"][0]) == pytest.approx(coef * kl_sum, rel=1e-5, abs=1e-5)
-    assert int(metrics.sum["reward_kl_clamped"]) == clamped
+    assert int(metrics.sum["reward_kl_penalty_clamped"]) == clamped
+    logged = reference_kl(log_probs, ref_log_probs, mask).mean
+    assert logged.keys() == {"ref_kl_k1", "ref_kl_k2", "ref_kl_k3", "ref_kl_abs"}
+    assert float(logged[f"ref_kl_{kind}"][0]) == pytest.approx(kl_sum, rel=1e-5, abs=1e-5)
+    assert int(logged[f"ref_kl_{kind}"][1]) == count
 
 
 def test_score_at_last_token() -> None:

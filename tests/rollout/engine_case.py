@@ -27,7 +27,7 @@ LONG_PROMPT = [(7 * i) % 151 for i in range(MAX_PROMPT)]
 
 
 def start(path: str, tp: int, max_response: int = MAX_RESPONSE, **section: Any) -> RolloutEngine:
-    defaults: dict[str, Any] = {"dtype": "float32", "temperature": TEMPERATURE, "kv_cache_gib": 0.1}
+    defaults: dict[str, Any] = {"dtype": "float32", "temperature": TEMPERATURE}
     return RolloutEngine(
         path,
         RolloutSection(tensor_model_parallel_size=tp, **(defaults | section)),
