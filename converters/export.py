@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from converters.hf_checkpoint import INDEX, SINGLE
-from converters.rules.segment import Segment, ShardLayout, contiguous_strides
-from mrl.bridge.plan import ITEMSIZE, make_plan
+from converters.rules.segment import Segment, contiguous_strides
+from mrl.bridge.plan import ITEMSIZE, ShardGroup, make_plan
 from mrl.bridge.transport import execute
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -44,7 +44,7 @@ def export_hf(
     source_dir: Path,
     target: Path,
     shapes: Mapping[str, tuple[int, ...]],
-    sources: Mapping[int, ShardLayout],
+    sources: Sequence[ShardGroup],
     tensors: Mapping[str, Tensor],
     group: dist.ProcessGroup,
     dtype: torch.dtype,
@@ -53,7 +53,7 @@ def export_hf(
 ) -> None:
     """Collective: write `target`, complete or not at all.
 
-    shapes: HF tensors to write. sources: every rank's ShardLayout; tensors: this rank's parameters. The directory is
+    shapes: HF tensors to write. sources: every rank's shards; tensors: this rank's parameters. The directory is
     written under a temporary name beside `target` and renamed once rank 0 knows that every file is in place; it must
     be on a file system that all ranks see. Raises FileExistsError where `target` exists, ValueError on all ranks where
     a parameter holds NaN or infinities.
@@ -75,7 +75,8 @@ def export_hf(
     for index, (file_name, members) in enumerate(zip(names, files, strict=True)):
         writer = index % world
         layout = {name: (_whole(name, shapes[name]),) for name in members}
-        plan = make_plan(rank, sources, {writer: layout}, lambda _rank, _name: dtype_name)
+        whole = ShardGroup((writer,), layout, dict.fromkeys(members, dtype_name))
+        plan = make_plan(rank, sources, [whole])
         out = {n: torch.empty(shapes[n], dtype=dtype, device=device) for n in members} if rank == writer else {}
         execute(plan, tensors.__getitem__, out.__getitem__, group, bucket_bytes=256 << 20)
         if rank == writer:

@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown := [item for item in rest if item.startswith("-")]:
         parser.error(f"unknown option {unknown[0]}")
     try:
-        return {"train": _train, "check": _check}[arguments.command](arguments)
+        return {"train": _train, "check": _check, "plan": _plan}[arguments.command](arguments)
     except ValueError as error:
         torchrun = _torchrun()
         if torchrun is not None and torchrun.rank > 0:
@@ -70,17 +70,49 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     train = commands.add_parser("train", help="train; starts its own processes unless torchrun started this one")
     check = commands.add_parser("check", help="check a configuration and print what it resolves to")
-    for command in (train, check):
+    plan = commands.add_parser("plan", help="say what a weight sync would move; needs neither GPUs nor weights")
+    for command in (train, check, plan):
         command.add_argument("config", metavar="CONFIG", help="YAML file")
         command.add_argument(
             "overrides", metavar="SECTION.KEY=VALUE", nargs="*", default=[], help="values that win over the file"
         )
-        command.add_argument("--nproc", type=int, metavar="N", help="processes on this machine")
+        command.add_argument("--nproc", type=int, metavar="N", help="processes on a machine")
         command.add_argument("--traceback", action="store_true", help="show the Python traceback of an error")
     train.add_argument("--overwrite", action="store_true", help="replace an earlier run in the run directory")
     train.add_argument("--prepared-run-dir", metavar="DIR", help=argparse.SUPPRESS)
     check.add_argument("--graph", action="store_true", help="print the stages of a step and what they read and write")
+    plan.add_argument("--world", type=_positive_int, metavar="N", help="ranks in all; changes data parallelism only")
+    plan.add_argument("--json", action="store_true", help="print one line of JSON instead")
+    for name, default, what in (
+        ("gpu", 2000.0, "a GPU's own memory when copying, GB/s"),
+        ("node", 300.0, "GPUs of a machine, GB/s each way"),
+        ("network", 40.0, "machines, GB/s each way and GPU"),
+    ):
+        help_text = (
+            f"bandwidth between {what} (default {default:g})" if name != "gpu" else f"{what} (default {default:g})"
+        )
+        plan.add_argument(f"--{name}-bandwidth", type=_positive_float, default=default, metavar="X", help=help_text)
+    plan.add_argument(
+        "--latency-us", type=_positive_float, default=20.0, metavar="X", help="of one message (default 20)"
+    )
     return parser
+
+
+def _positive_int(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
+def _positive_float(text: str) -> float:
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise ValueError
+    return number
+
+
+_positive_int.__name__, _positive_float.__name__ = "positive integer", "positive number"  # argparse shows them
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -100,6 +132,11 @@ def _start(arguments: argparse.Namespace) -> int:
     ready = preflight(arguments.config, _overrides(arguments), overwrite=arguments.overwrite)
     _print_warnings(ready)
     config, run_dir = ready.config, ready.run_dir
+    if config.trainer.nnodes > 1:
+        raise ValueError(
+            f"trainer.nnodes={config.trainer.nnodes}: mrl train by itself starts one machine; start it under torchrun "
+            "on each of them"
+        )
     prepare_run_dir(run_dir, config, arguments.overwrite or config.trainer.overwrite, ready.inputs)
     nproc = config.trainer.nproc_per_node
     print(f"mrl: {nproc} processes, writing to {run_dir} (logs in {run_dir / 'logs'})", file=sys.stderr, flush=True)
@@ -194,7 +231,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
         print("\n".join(graph_lines(config)))
         return 0
-    world = config.trainer.nproc_per_node
+    world = config.trainer.nnodes * config.trainer.nproc_per_node
     print(dump_config(config))
     rows = [*batch_arithmetic(config, world), ("run directory", str(ready.run_dir))]
     width = max(len(label) for label, _ in rows)
@@ -204,13 +241,32 @@ def _check(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _plan(arguments: argparse.Namespace) -> int:
+    import json
+
+    from converters.rules.families import facts_of
+    from mrl.config.load import load_config
+    from mrl.config.rules import layout_violations
+
+    config = load_config(arguments.config, _overrides(arguments))
+    world = arguments.world or config.trainer.nnodes * config.trainer.nproc_per_node
+    facts = facts_of(config.model.path)
+    if found := layout_violations(config, world, {"model.path": facts}):
+        raise ValueError("\n".join(found))
+    from mrl.bridge.report import Setting, plan_report, report_lines
+    from mrl.bridge.traffic import Links
+
+    links = Links(arguments.gpu_bandwidth, arguments.node_bandwidth, arguments.network_bandwidth, arguments.latency_us)
+    report = plan_report(Setting.of(config, facts, world), links)
+    print(json.dumps(report) if arguments.json else "\n".join(report_lines(report)))
+    return 0
+
+
 def _layout_lines(config: RunConfig, world: int) -> list[str]:
     """A row for each rank: where it stands in training and in the rollout."""
-    from mrl.parallel import ParallelLayout
+    from mrl.parallel import parallel_layout
 
-    layout = ParallelLayout(
-        world, config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
-    )
+    layout = parallel_layout(config.parallel, world)
     rollout_tp = config.rollout.tensor_model_parallel_size
     lines = ["rank   dp  pp  tp   rollout replica  rollout tp"]
     for rank in range(world):

@@ -12,6 +12,11 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from converters.rules.facts import ModelFacts
+from converters.rules.megatron import Head, ModelShard
+from converters.rules.pipeline import PipelineSplit
+from mrl.config.schema import ParallelSection
+
 
 @dataclass(frozen=True)
 class Coordinates:
@@ -24,12 +29,17 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Tensor x pipeline x data parallelism over `world` ranks."""
+    """Tensor x pipeline x data parallelism over `world` ranks.
+
+    first_stage_layers, last_stage_layers: layers of the first and last pipeline stage where they are to differ.
+    """
 
     world: int
     tp: int = 1
     pp: int = 1
     sequence_parallel: bool = False
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
 
     def __post_init__(self) -> None:
         if self.world % (self.tp * self.pp):
@@ -47,8 +57,29 @@ class ParallelLayout:
         dp = rank // self.tp % self.dp
         return Coordinates(dp=dp, pp=rank // (self.tp * self.dp), tp=tp)
 
+    def pipeline(self, num_layers: int) -> PipelineSplit:
+        """How the layers of a model are cut; ValueError where they do not fit."""
+        return PipelineSplit(num_layers, self.pp, 1, self.first_stage_layers, self.last_stage_layers)
+
+    def shard(self, facts: ModelFacts, rank: int, head: Head, transformer_engine: bool) -> ModelShard:
+        """Which part of a model a rank holds."""
+        at = self.coordinates(rank)
+        return ModelShard(self.tp, at.tp, self.pipeline(facts.num_layers), at.pp, head, transformer_engine)
+
     def rank_of(self, dp: int, pp: int, tp: int) -> int:
         return tp + self.tp * (dp + self.dp * pp)
+
+
+def parallel_layout(section: ParallelSection, world: int) -> ParallelLayout:
+    """The layout that a configuration describes over `world` ranks."""
+    return ParallelLayout(
+        world,
+        section.tensor_model_parallel_size,
+        section.pipeline_model_parallel_size,
+        sequence_parallel=section.sequence_parallel and section.tensor_model_parallel_size > 1,
+        first_stage_layers=section.num_layers_in_first_pipeline_stage,
+        last_stage_layers=section.num_layers_in_last_pipeline_stage,
+    )
 
 
 def initialise_distributed(backend: str, timeout_s: float = 1800.0) -> tuple[int, int]:

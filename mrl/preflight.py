@@ -37,9 +37,9 @@ def preflight(
 ) -> Preflight:
     """Load the configuration and check it against the world, the model, the reward and the data.
 
-    world_size: trainer.nproc_per_node where None. overwrite: None leaves the run directory unchecked. read_data: look
-    into the files too: every prompt as the model will see it, the names and shapes of all weights. Raises ConfigError
-    with every violation.
+    world_size: trainer.nnodes x trainer.nproc_per_node where None. overwrite: None leaves the run directory unchecked.
+    read_data: look into the files too: every prompt as the model will see it, the names and shapes of all weights.
+    Raises ConfigError with every violation.
     """
     parsed = parse_config(config_path, overrides)
     config, found = parsed.config, list(parsed.violations)
@@ -59,8 +59,8 @@ def preflight(
             drawn = key == "model.path" and config.model.init == "random"
             if key in models and read_data and not drawn:
                 more += _said(key, lambda key=key, path=path: _check_weights(path, models[key]))  # type: ignore[misc]
-    world = world_size or config.trainer.nproc_per_node
-    if world_size is None and {"trainer", "trainer.nproc_per_node"} & parsed.broken:
+    world = world_size or config.trainer.nnodes * config.trainer.nproc_per_node
+    if world_size is None and {"trainer", "trainer.nproc_per_node", "trainer.nnodes"} & parsed.broken:
         world = rules.fitting_world(config)
     more += rules.violations(config, world, models)
     if "reward.function" not in parsed.broken:

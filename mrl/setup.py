@@ -15,7 +15,8 @@ from converters.export import export_hf
 from converters.rules.dense import hf_tensor_shapes
 from converters.rules.facts import ModelFacts
 from converters.rules.families import facts_of
-from mrl.bridge.sync import WeightBridge
+from mrl.bridge.megatron_layout import training_groups
+from mrl.bridge.sync import RolloutSide, WeightBridge
 from mrl.bridge.vllm_layout import HF_SHAPES, LOAD_FORMAT, prove_by_read_back, register_traced_loader, vllm_parameters
 from mrl.config.rules import optimizer_steps
 from mrl.config.schema import OptimSection, RunConfig
@@ -24,7 +25,7 @@ from mrl.data.tokenizer import TokenizerFacts, load_tokenizer, read_tokenizer_fa
 from mrl.engine.engine import EngineOptions, MegatronEngine
 from mrl.learner import Learner, Sequences
 from mrl.models.rope import read_rope
-from mrl.parallel import ParallelLayout, initialise_megatron, node_of
+from mrl.parallel import ParallelLayout, initialise_megatron, node_of, parallel_layout
 from mrl.platform import Platform
 from mrl.rewards.scorer import RewardScorer
 from mrl.rl.kl import build_kl_controller
@@ -61,7 +62,7 @@ class Parts:
             self.model_path,
             target,
             hf_tensor_shapes(self.facts),
-            {rank: actor.layout_of(rank) for rank in range(self.world)},
+            training_groups(self.facts, self.layout, self.platform.transformer_engine),
             actor.parameters(),
             dist.group.WORLD,
             actor.options.dtype,
@@ -132,20 +133,14 @@ def build_parts(
         )
     scorer = _scorer(config, rank)
 
-    parallel = config.parallel
-    layout = ParallelLayout(
-        world,
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        sequence_parallel=parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1,
-    )
+    layout = parallel_layout(config.parallel, world)
     phase("building the models")
     with platform.megatron():
         initialise_megatron(layout, config.trainer.seed)
     learner = _build_learner(config, layout, rank, platform, model_path, host_group)
 
     phase("starting vLLM")
-    rollout, bridge = _build_rollout(config, facts, platform, model_path, tokenizer_facts, learner.actor, world)
+    rollout, bridge = _build_rollout(config, facts, platform, model_path, tokenizer_facts, learner.actor)
     control = config.algorithm.kl_ctrl
     stages = Stages(
         config,
@@ -252,7 +247,6 @@ def _build_rollout(
     model_path: Path,
     tokenizer_facts: TokenizerFacts,
     actor: MegatronEngine,
-    world: int,
 ) -> tuple[RolloutEngine, WeightBridge]:
     shapes = hf_tensor_shapes(facts)
     rollout = RolloutEngine(
@@ -274,10 +268,18 @@ def _build_rollout(
 
     layout = rollout.model.mrl_layout
     prove_by_read_back(layout, live(), shapes)
-    sources = {rank: actor.layout_of(rank) for rank in range(world)}
+    sources = training_groups(facts, actor.layout, platform.transformer_engine)
     group = dist.group.WORLD
     assert group is not None
-    bridge = WeightBridge(sources, actor.parameters, layout, live, group, config.bridge.bucket_mib << 20, node_of)
+    bridge = WeightBridge(
+        sources,
+        actor.parameters,
+        RolloutSide(layout, live),
+        group,
+        config.bridge.bucket_mib << 20,
+        node_of,
+        config.bridge.relay_within_node,
+    )
     return rollout, bridge
 
 

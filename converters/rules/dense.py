@@ -18,14 +18,15 @@ def hf_tensor_shapes(facts: ModelFacts) -> dict[str, tuple[int, ...]]:
     """Every tensor of the HF checkpoint and its shape, in checkpoint order; a tied lm_head is not among them."""
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (facts.vocab_size, facts.hidden_size)}
     for layer in range(facts.num_layers):
-        shapes |= _layer_shapes(facts, layer)
+        shapes |= layer_shapes(facts, layer)
     shapes[FINAL_NORM] = (facts.hidden_size,)
     if not facts.tied_embeddings:
         shapes[LM_HEAD] = (facts.vocab_size, facts.hidden_size)
     return shapes
 
 
-def _layer_shapes(facts: ModelFacts, layer: int) -> dict[str, tuple[int, ...]]:
+def layer_shapes(facts: ModelFacts, layer: int) -> dict[str, tuple[int, ...]]:
+    """The tensors of one HF layer and their shapes, in checkpoint order."""
     H, F, D = facts.hidden_size, facts.ffn_size, facts.head_dim
     q_rows, kv_rows = facts.num_heads * D, facts.num_kv_heads * D
     prefix = f"model.layers.{layer}"

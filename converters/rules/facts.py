@@ -54,9 +54,14 @@ class Family:
     """From the config to the ModelFacts fields in which families differ."""
 
 
+def config_file(model_path: str | Path) -> Path:
+    path = Path(model_path)
+    return path if path.suffix == ".json" else path / "config.json"
+
+
 def read_config(model_path: str | Path) -> dict[str, Any]:
-    """config.json of a HF directory. Raises ValueError naming the file where it is missing or malformed."""
-    path = Path(model_path) / "config.json"
+    """config.json of a HF directory, or such a file itself; ValueError naming it where it is missing or malformed."""
+    path = config_file(model_path)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from converters.rules.facts import Family, ModelFacts, UnsupportedModelError, read_config, read_facts
+from converters.rules.facts import Family, ModelFacts, UnsupportedModelError, config_file, read_config, read_facts
 
 
 def _full_attention_only(config: Mapping[str, Any]) -> None:
@@ -63,4 +63,4 @@ def facts_of(model_path: str | Path) -> ModelFacts:
     try:
         return read_facts(config, FAMILIES)
     except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{Path(model_path) / 'config.json'}: {error}") from None
+        raise UnsupportedModelError(f"{config_file(model_path)}: {error}") from None

@@ -7,6 +7,7 @@ from typing import Literal
 
 from converters.rules import dense
 from converters.rules.facts import ModelFacts
+from converters.rules.pipeline import PipelineSplit
 from converters.rules.segment import Segment
 from converters.rules.shard import ParamLayout
 
@@ -15,33 +16,32 @@ Head = Literal["lm", "value"]
 
 @dataclass(frozen=True)
 class ModelShard:
-    """Which part of a model a rank holds."""
+    """One GPTModel's part of a model: a tensor-parallel slice of a pipeline stage, or of a chunk of it."""
 
     tp: int
     tp_rank: int
-    pp: int
+    pipeline: PipelineSplit
     pp_rank: int
     head: Head
     transformer_engine: bool
+    chunk: int = 0
 
     @property
     def is_first(self) -> bool:
-        return self.pp_rank == 0
+        return self.pp_rank == 0 and self.chunk == 0
 
     @property
     def is_last(self) -> bool:
-        return self.pp_rank == self.pp - 1
+        return self.pp_rank == self.pipeline.pp - 1 and self.chunk == self.pipeline.vpp - 1
 
-    def layers(self, facts: ModelFacts) -> range:
-        """Global indices of this stage's layers."""
-        if facts.num_layers % self.pp:
-            raise ValueError(f"{facts.num_layers} layers do not divide over pipeline_model_parallel_size={self.pp}")
-        per_stage = facts.num_layers // self.pp
-        return range(self.pp_rank * per_stage, (self.pp_rank + 1) * per_stage)
+    @property
+    def layers(self) -> range:
+        """Global indices of its layers."""
+        return self.pipeline.layers(self.pp_rank, self.chunk)
 
 
 def unsharded_params(facts: ModelFacts, shard: ModelShard) -> dict[str, ParamLayout]:
-    """Parameters of a stage by their name in the stage's GPTModel, before the tensor-parallel cut.
+    """Parameters of a shard by their name in its GPTModel, before the tensor-parallel cut.
 
     A value head has no HF tensor in a causal LM checkpoint and is not listed. Tied embeddings live on the first and on
     the last stage: two holders of one box.
@@ -49,7 +49,7 @@ def unsharded_params(facts: ModelFacts, shard: ModelShard) -> dict[str, ParamLay
     params: dict[str, ParamLayout] = {}
     if shard.is_first:
         params["embedding.word_embeddings.weight"] = dense.vocabulary_param(facts, dense.EMBEDDING, shard.tp)
-    for local, layer in enumerate(shard.layers(facts)):
+    for local, layer in enumerate(shard.layers):
         for name, layout in dense.layer_params(facts, layer, shard.transformer_engine).items():
             params[f"decoder.layers.{local}.{name}"] = layout
     if shard.is_last:
@@ -61,6 +61,6 @@ def unsharded_params(facts: ModelFacts, shard: ModelShard) -> dict[str, ParamLay
 
 
 def megatron_layout(facts: ModelFacts, shard: ModelShard) -> dict[str, tuple[Segment, ...]]:
-    """The ShardLayout of one rank: parameter name -> Segments."""
+    """The ShardLayout of one GPTModel: parameter name -> Segments."""
     params = unsharded_params(facts, shard)
     return {name: layout.segments(shard.tp, shard.tp_rank) for name, layout in params.items()}

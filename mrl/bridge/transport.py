@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from converters.load import segment_view
-from mrl.bridge.plan import Piece, RankPlan
+from mrl.bridge.plan import Exchange, Piece, RankPlan
 
 Tensors = Callable[[str], Tensor]
 """Parameter name -> its live storage, looked up at every execution."""
@@ -38,41 +38,42 @@ def execute(
     """Run a plan. Collective over `group`, in whose rank numbers the plan is written.
 
     bucket_bytes bounds a staged message times two (one to send, one to receive), so that two turns in flight hold at
-    most two buckets. A message that is one contiguous box of the right dtype is neither packed nor unpacked.
+    most two buckets. A message that is one contiguous box of the right dtype is neither packed nor unpacked. The local
+    copies run while the first messages are on the wire (on CUDA, on NCCL's own stream).
     """
+    staging = _Staging(2 * bucket_bytes)
     with torch.no_grad():
+        direct = _Exchanger(plan.direct, plan.rank, source, destination, group, bucket_bytes // 2, staging)
+        direct.post()
         _copy_locally(plan.local, source, destination)
-        world = dist.get_world_size(group)
-        staging = _Staging(2 * bucket_bytes)
-        received = messages = 0
-        in_flight: list[_Turn] = []  # two: one packs or unpacks while the other is on the wire
-        for to_send, to_receive in _turns(plan, world, bucket_bytes // 2):
-            if len(in_flight) == 2:
-                in_flight.pop(0).finish(staging)
-            turn = _Turn(to_send, to_receive, source, destination, staging, group)
-            in_flight.append(turn)
-            received += turn.receive_bytes
-            messages += turn.receive_bytes > 0
-        for turn in in_flight:
-            turn.finish(staging)
-    return TransferStats(received, messages, staging.peak)
+        direct.finish()
+        relay = _Exchanger(plan.relay, plan.rank, destination, destination, group, bucket_bytes // 2, staging)
+        relay.post()
+        relay.finish()
+    return TransferStats(
+        direct.bytes_received + relay.bytes_received, direct.messages_received + relay.messages_received, staging.peak
+    )
 
 
-def _copy_locally(pieces: list[Piece], source: Tensors, destination: Tensors) -> None:
-    if pieces:
-        targets = [segment_view(destination(p.destination_parameter), p.destination) for p in pieces]
-        torch._foreach_copy_(targets, [segment_view(source(p.source_parameter), p.source) for p in pieces])
+def _copy_locally(pairs: list[tuple[Piece, Piece]], source: Tensors, destination: Tensors) -> None:
+    if pairs:
+        torch._foreach_copy_(
+            [segment_view(destination(to.parameter), to.segment) for _, to in pairs],
+            [segment_view(source(origin.parameter), origin.segment) for origin, _ in pairs],
+        )
 
 
 _Message = tuple[int, list[Piece]]
 """(peer, the boxes that the message carries)."""
 
 
-def _turns(plan: RankPlan, world: int, message_bytes: int) -> Iterator[tuple[_Message | None, _Message | None]]:
+def _turns(
+    exchange: Exchange, rank: int, world: int, message_bytes: int
+) -> Iterator[tuple[_Message | None, _Message | None]]:
     for offset in range(1, world):
-        target, origin = (plan.rank + offset) % world, (plan.rank - offset) % world
-        outgoing = messages_of(plan.sends.get(target, []), message_bytes)
-        incoming = messages_of(plan.receives.get(origin, []), message_bytes)
+        target, origin = (rank + offset) % world, (rank - offset) % world
+        outgoing = messages_of(exchange.sends.get(target, []), message_bytes)
+        incoming = messages_of(exchange.receives.get(origin, []), message_bytes)
         for turn in range(max(len(outgoing), len(incoming))):
             yield (
                 (target, outgoing[turn]) if turn < len(outgoing) else None,
@@ -117,6 +118,39 @@ class _Staging:
         self._held -= buffer.nbytes
 
 
+class _Exchanger:
+    """Runs one exchange, two turns in flight: one packs or unpacks while the other is on the wire."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        rank: int,
+        source: Tensors,
+        destination: Tensors,
+        group: dist.ProcessGroup | None,
+        message_bytes: int,
+        staging: _Staging,
+    ) -> None:
+        self._turns = _turns(exchange, rank, dist.get_world_size(group), message_bytes)
+        self._source, self._destination, self._group, self._staging = source, destination, group, staging
+        self._in_flight: list[_Turn] = []
+        self.bytes_received = self.messages_received = 0
+
+    def post(self) -> None:
+        """Start turns until two are in flight or none is left."""
+        while len(self._in_flight) < 2 and (turn := next(self._turns, None)) is not None:
+            started = _Turn(*turn, self._source, self._destination, self._staging, self._group)
+            self._in_flight.append(started)
+            self.bytes_received += started.receive_bytes
+            self.messages_received += started.receive_bytes > 0
+
+    def finish(self) -> None:
+        """Run the exchange to its end."""
+        while self._in_flight:
+            self._in_flight.pop(0).finish(self._staging)
+            self.post()
+
+
 class _Turn:
     """One message out and one message in, posted together."""
 
@@ -144,7 +178,7 @@ class _Turn:
 
     def _payload(self, pieces: list[Piece], source: Tensors, staging: _Staging) -> Tensor:
         dtype: torch.dtype = getattr(torch, pieces[0].dtype)
-        views = [segment_view(source(piece.source_parameter), piece.source) for piece in pieces]
+        views = [segment_view(source(piece.parameter), piece.segment) for piece in pieces]
         if len(views) == 1 and views[0].is_contiguous() and views[0].dtype == dtype:
             return views[0].view(-1)
         parts = self._stage(views, dtype, staging)
@@ -152,7 +186,7 @@ class _Turn:
         return self._staged[-1]
 
     def _target(self, pieces: list[Piece], destination: Tensors, staging: _Staging) -> Tensor:
-        views = [segment_view(destination(piece.destination_parameter), piece.destination) for piece in pieces]
+        views = [segment_view(destination(piece.parameter), piece.segment) for piece in pieces]
         if len(views) == 1 and views[0].is_contiguous():
             return views[0].view(-1)
         self._unpack = list(zip(views, self._stage(views, views[0].dtype, staging), strict=True))

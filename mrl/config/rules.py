@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from converters.rules.facts import ModelFacts
+from converters.rules.pipeline import PipelineSplit
 from mrl.config.schema import (
     ActorSection,
     AlgorithmSection,
@@ -22,18 +23,30 @@ def violations(config: RunConfig, world_size: int, models: Mapping[str, ModelFac
 
     world_size: ranks of all nodes. models: by config key (`model.path`, `critic.path`), those that could be read.
     """
-    found = [*_layout(config, world_size), *_batches(config, world_size), *_lengths(config), *_sampling(config)]
+    found = layout_violations(config, world_size, models)
+    found += [*_batches(config, world_size), *_lengths(config), *_sampling(config)]
     for key, facts in models.items():
-        whose = "the model's" if key == "model.path" else f"{key}'s"
-        found += [*_training_cut(config, world_size, facts, whose), *_positions(config, facts, whose)]
-    if "model.path" in models:
-        found += _rollout_cut(config, world_size, models["model.path"])
+        found += _positions(config, facts, _whose(key))
     if len(models) == 2 and models["critic.path"].vocab_size != models["model.path"].vocab_size:
         found.append(
             f"critic.path's vocab_size={models['critic.path'].vocab_size} is not model.path's "
             f"{models['model.path'].vocab_size}: the two read tokens differently; take a critic of the same vocabulary"
         )
     return found
+
+
+def layout_violations(config: RunConfig, world_size: int, models: Mapping[str, ModelFacts]) -> list[str]:
+    """Those of `violations` that concern how world and models are cut."""
+    found = list(_layout(config, world_size))
+    for key, facts in models.items():
+        found += _training_cut(config, world_size, facts, _whose(key))
+    if "model.path" in models:
+        found += _rollout_cut(config, world_size, models["model.path"])
+    return found
+
+
+def _whose(key: str) -> str:
+    return "the model's" if key == "model.path" else f"{key}'s"
 
 
 def fitting_world(config: RunConfig) -> int:
@@ -98,17 +111,18 @@ def _layout(config: RunConfig, world: int) -> Iterator[str]:
             f"rollout.tensor_model_parallel_size={rollout_tp} does not divide the world of {world} processes; "
             f"take one of {_divisors(world)}"
         )
-    elif world // rollout_tp > config.data.train_batch_size:
-        yield (
-            f"data.train_batch_size={config.data.train_batch_size} leaves some of the {world // rollout_tp} rollout "
-            f"replicas without a prompt; raise it to {world // rollout_tp}, or raise rollout.tensor_model_parallel_size"
-        )
 
 
 def _batches(config: RunConfig, world: int) -> Iterator[str]:
     batch, n = config.data.train_batch_size, config.rollout.n
     tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
     dp = world // (tp * pp)
+    replicas = world // config.rollout.tensor_model_parallel_size
+    if replicas > batch:
+        yield (
+            f"data.train_batch_size={batch} leaves some of the {replicas} rollout replicas without a prompt; raise it "
+            f"to {replicas}, or raise rollout.tensor_model_parallel_size"
+        )
     minis = {"actor": config.actor.ppo_mini_batch_size}
     if config.needs_critic and config.critic.ppo_mini_batch_size != config.actor.ppo_mini_batch_size:
         minis["critic"] = _resolved(config.critic)[0]
@@ -173,31 +187,40 @@ def _sampling(config: RunConfig) -> Iterator[str]:
 
 
 def _training_cut(config: RunConfig, world: int, facts: ModelFacts, whose: str) -> Iterator[str]:
-    heads, kv_heads, layers, ffn = facts.num_heads, facts.num_kv_heads, facts.num_layers, facts.ffn_size
-    tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
-    fits = [t for t in range(1, tp + 1) if not (heads % t or kv_heads % t or ffn % t)]
-    usable = [t for t in fits if world % (t * pp) == 0] or fits
-    for name, size in (
-        ("num_attention_heads", heads),
-        ("num_key_value_heads", kv_heads),
-        ("intermediate_size", ffn),
-    ):
-        if size % tp:
+    parallel = config.parallel
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    if not _training_tp_fits(facts, tp):
+        fits = [t for t in range(1, tp + 1) if _training_tp_fits(facts, t)]
+        usable = [t for t in fits if world % (t * pp) == 0] or fits
+        yield (
+            f"parallel.tensor_model_parallel_size={tp} does not fit {whose} num_attention_heads={facts.num_heads}, "
+            f"num_key_value_heads={facts.num_kv_heads} and intermediate_size={facts.ffn_size}; the largest that works "
+            f"is {usable[-1]}"
+        )
+    first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
+    if first is None and last is None:
+        if facts.num_layers % pp:
             yield (
-                f"parallel.tensor_model_parallel_size={tp} does not divide {whose} {name}={size}; "
-                f"the largest that works is {usable[-1]}"
+                f"parallel.pipeline_model_parallel_size={pp} does not divide {whose} "
+                f"num_hidden_layers={facts.num_layers}; take one of {_divisors(facts.num_layers)}, or set "
+                "parallel.num_layers_in_first_pipeline_stage or ..._last_pipeline_stage"
             )
-            break
-    if pp > layers:
+        return
+    try:
+        PipelineSplit(facts.num_layers, pp, 1, first, last)
+    except ValueError as error:
         yield (
-            f"parallel.pipeline_model_parallel_size={pp} is more than {whose} num_hidden_layers={layers}; "
-            f"take one of {_divisors(layers)}"
+            f"parallel.pipeline_model_parallel_size={pp}, parallel.num_layers_in_first_pipeline_stage={first} and "
+            f"parallel.num_layers_in_last_pipeline_stage={last} do not fit {whose} "
+            f"num_hidden_layers={facts.num_layers}: {error}"
         )
-    elif layers % pp:
-        yield (
-            f"parallel.pipeline_model_parallel_size={pp} does not divide {whose} num_hidden_layers={layers}, and "
-            f"uneven pipeline stages are not supported; take one of {_divisors(layers)}"
-        )
+
+
+def _training_tp_fits(facts: ModelFacts, tp: int) -> bool:
+    """Megatron-Core cuts heads and KV groups evenly; of groups fewer than ranks it cuts each into equal rows."""
+    heads, kv_heads = facts.num_heads, facts.num_kv_heads
+    groups_fit = kv_heads % tp == 0 or (tp % kv_heads == 0 and 2 * kv_heads * facts.head_dim % tp == 0)
+    return heads % tp == 0 and facts.ffn_size % tp == 0 and groups_fit
 
 
 def _rollout_cut(config: RunConfig, world: int, facts: ModelFacts) -> Iterator[str]:

@@ -46,6 +46,10 @@ class ParallelSection(Section):
 
     tensor_model_parallel_size: Positive = 1
     pipeline_model_parallel_size: Positive = 1
+    num_layers_in_first_pipeline_stage: Positive | None = None
+    """Layers of the first stage where it is to differ from the others, which share the rest evenly."""
+    num_layers_in_last_pipeline_stage: Positive | None = None
+    """The same for the last stage."""
     sequence_parallel: bool = True
     """Takes effect where tensor_model_parallel_size > 1."""
     overlap_grad_reduce: bool = False
@@ -206,6 +210,8 @@ class DataSection(Section):
 class BridgeSection(Section):
     bucket_mib: Positive = 256
     """Staging memory of one bucket; a sync holds at most two."""
+    relay_within_node: bool = True
+    """With several rollout replicas on a machine, a byte comes in from other machines once and is passed on inside."""
 
 
 class TrainerSection(Section):
@@ -216,6 +222,8 @@ class TrainerSection(Section):
     overwrite: bool = False
     nproc_per_node: Positive = 1
     """Processes that `mrl train` starts on this machine; torchrun's own number wins where torchrun starts mrl."""
+    nnodes: Positive = 1
+    """Machines of the job, for `mrl check` and `mrl plan`; `mrl train` by itself starts one."""
     log_rollouts: NonNegative = 64
     """Rows per step written to rollouts.jsonl; 0 writes none."""
     tensorboard: bool = False

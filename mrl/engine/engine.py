@@ -27,7 +27,7 @@ from converters.rules.segment import Segment
 from mrl.config.schema import OptimSection
 from mrl.data.micro_batch import MicroBatch
 from mrl.engine.optimizer import GuardedOptimizer, OptimizerStep
-from mrl.models.builder import TrunkModel, build_model, model_shard
+from mrl.models.builder import TrunkModel, build_model
 from mrl.models.heads import VocabParallelLogProbs
 from mrl.models.rope import Rope
 from mrl.parallel import ParallelLayout
@@ -126,7 +126,7 @@ class MegatronEngine:
 
     def layout_of(self, rank: int) -> dict[str, tuple[Segment, ...]]:
         """Which HF boxes any rank's parameters hold: a closed form, no communication."""
-        shard = model_shard(self.layout, rank, self.options.head, self.platform.transformer_engine)
+        shard = self.layout.shard(self.facts, rank, self.options.head, self.platform.transformer_engine)
         return megatron_layout(self.facts, shard)
 
     def load_hf(self, path: str | Path) -> None:

@@ -74,6 +74,8 @@ def transformer_config(
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        num_layers_in_first_pipeline_stage=layout.first_stage_layers,
+        num_layers_in_last_pipeline_stage=layout.last_stage_layers,
         sequence_parallel=layout.sequence_parallel,
         pipeline_dtype=dtype,
         params_dtype=dtype,
@@ -106,7 +108,7 @@ def _block_spec(
     if facts.qk_norm:
         attention.q_layernorm = RMSNorm
         attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * len(shard.layers(facts)), layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * len(shard.layers), layer_norm=RMSNorm)
 
 
 def build_model(
@@ -124,7 +126,7 @@ def build_model(
 
     A value model is untied: its embedding serves the input only.
     """
-    shard = model_shard(layout, rank, head, transformer_engine)
+    shard = layout.shard(facts, rank, head, transformer_engine)
     config = transformer_config(facts, layout, rope, dtype, recompute)
     model = TrunkModel(
         config=config,
@@ -155,8 +157,3 @@ def _mark_tensor_parallel(model: TrunkModel, facts: ModelFacts, shard: ModelShar
         if name in rules and rules[name].tp_axis is not None and not hasattr(parameter, "tensor_model_parallel"):
             stored_axis = rules[name].tp_axis - (len(rules[name].shape) - parameter.ndim)
             set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=stored_axis, stride=1)
-
-
-def model_shard(layout: ParallelLayout, rank: int, head: Head, transformer_engine: bool) -> ModelShard:
-    at = layout.coordinates(rank)
-    return ModelShard(layout.tp, at.tp, layout.pp, at.pp, head, transformer_engine)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from converters.load import segment_view
 from converters.rules.segment import Segment
-from mrl.bridge.sync import WeightBridge
+from mrl.bridge.plan import ShardGroup
+from mrl.bridge.sync import RolloutSide, WeightBridge
 from mrl.bridge.tracing import TraceError, trace_loader
 from mrl.bridge.vllm_layout import LayoutError, VllmLayout, layout_from_writes, probe_values, prove_by_read_back
 
@@ -130,7 +131,14 @@ def unbound_parameter() -> str:
     assert group is not None
     live = {"weight": torch.zeros(SHAPE), "forgotten": torch.zeros(3)}
     try:
-        WeightBridge({0: layout.segments}, lambda: live, layout, lambda: live, group, 1 << 20, lambda _rank: 0)
+        WeightBridge(
+            [ShardGroup((0,), layout.segments)],
+            lambda: live,
+            RolloutSide(layout, lambda: live),
+            group,
+            1 << 20,
+            lambda _rank: 0,
+        )
     except LayoutError as error:
         return str(error)
     return "no error"

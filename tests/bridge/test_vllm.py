@@ -66,6 +66,12 @@ def test_bytes_are_the_bound_and_only_point_to_point(case: dict[str, Any]) -> No
         assert received > 0
 
 
+def test_the_closed_form_is_what_the_trace_gives(case: dict[str, Any]) -> None:
+    """`mrl plan` speaks of the very layout that a run would trace."""
+    for result in case["results"]:
+        assert result["layout"] == result["closed_form"]
+
+
 def test_log_probs_follow_the_weights(case: dict[str, Any]) -> None:
     """vLLM computes the trained model after the second sync (fp32: 2e-4), and computed another one before."""
     model = AutoModelForCausalLM.from_pretrained(case["out"], dtype=torch.float64)

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from converters.export import export_hf
 from converters.rules.dense import hf_tensor_shapes
-from mrl.bridge.sync import WeightBridge
+from mrl.bridge.megatron_layout import training_groups
+from mrl.bridge.sync import RolloutSide, WeightBridge
 from mrl.bridge.vllm_layout import HF_SHAPES, LOAD_FORMAT, prove_by_read_back, register_traced_loader, vllm_parameters
+from mrl.bridge.vllm_rules import rollout_layout
 from mrl.config.schema import OptimSection, RolloutSection
 from mrl.rollout.engine import Completion, RolloutEngine, check_replica_agrees
 from tests.engine.cases import LENGTHS, Bench, token_weights, weighted_log_prob_loss
@@ -54,7 +56,6 @@ def fresh_parameters(path: str, rollout_tp: int) -> dict[str, Tensor]:
 
 def bridged(path: str, out: str, tp: int, pp: int, rollout_tp: int, bucket_bytes: int) -> dict[str, Any]:
     """Sync, train a step, sync again, export; returns what the test compares. Run once in a gang."""
-    world = dist.get_world_size()
     bench = Bench(path, tp, pp, "lm", optim=OptimSection(lr=1e-2))
     shapes = hf_tensor_shapes(bench.facts)
     rollout = start_vllm(path, rollout_tp, LOAD_FORMAT, {HF_SHAPES: shapes})
@@ -66,8 +67,9 @@ def bridged(path: str, out: str, tp: int, pp: int, rollout_tp: int, bucket_bytes
     prove_by_read_back(layout, live(), shapes)
     group = dist.group.WORLD
     assert group is not None
-    sources = {rank: bench.engine.layout_of(rank) for rank in range(world)}
-    bridge = WeightBridge(sources, bench.engine.parameters, layout, live, group, bucket_bytes, lambda _rank: 0)
+    sources = training_groups(bench.facts, bench.layout, transformer_engine=False)
+    rollout_side = RolloutSide(layout, live)
+    bridge = WeightBridge(sources, bench.engine.parameters, rollout_side, group, bucket_bytes, lambda _rank: 0)
 
     first = bridge.sync()
     rollout.reset_prefix_cache()
@@ -85,6 +87,8 @@ def bridged(path: str, out: str, tp: int, pp: int, rollout_tp: int, bucket_bytes
         "parameters": {name: tensor.clone() for name, tensor in live().items()},
         "elements": sum(t.numel() for t in live().values()),
         "pads": sum(layout.pad_elements.values()),
+        "layout": layout.segments,
+        "closed_form": rollout_layout(bench.facts, rollout_tp, dist.get_rank() % rollout_tp),
         **sample_rounds(rollout, rollout_tp, PROMPTS, SAMPLES),
     }
     rollout.reset_prefix_cache()

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from converters.export import export_hf
 from converters.rules.dense import hf_tensor_shapes
+from mrl.bridge.megatron_layout import training_groups
 from tests.engine.cases import Bench
 
 
@@ -30,7 +31,7 @@ def round_trip(path: str, out: str, tp: int, pp: int, **options: Any) -> None:
             Path(path),
             Path(out),
             hf_tensor_shapes(bench.facts),
-            {rank: bench.engine.layout_of(rank) for rank in range(dist.get_world_size())},
+            training_groups(bench.facts, bench.layout, transformer_engine=False),
             bench.engine.parameters(),
             group,
             dtype,
