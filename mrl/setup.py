@@ -275,6 +275,7 @@ def _build_rollout(
         sources,
         actor.parameters,
         RolloutSide(layout, live),
+        shapes,
         group,
         config.bridge.bucket_mib << 20,
         node_of,

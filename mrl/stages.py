@@ -274,6 +274,9 @@ class Stages(Work):
     def sync_weights(self) -> dict[str, float]:
         """Bring vLLM to the actor's weights; the one path for start, resume and every step."""
         stats = self._bridge.sync()
+        every = self.config.bridge.verify
+        if every and self.step % every == 0:
+            self._bridge.verify()
         self._platform.synchronize()
         self._rollout.reset_prefix_cache()
         totals = torch.tensor([stats.bytes_received, stats.lower_bound_bytes, stats.elements_bound])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mrl.bridge.plan import ShardGroup, make_plan
 from mrl.bridge.transport import execute
+from mrl.bridge.verify import Verifier
 from mrl.bridge.vllm_layout import LayoutError, VllmLayout
 
 LiveTensors = Callable[[], Mapping[str, Tensor]]
@@ -39,7 +40,8 @@ class WeightBridge:
 
     Construction is collective over `group` and exchanges metadata only: each kind of vLLM layout once. `sources` (the
     shards of all training ranks) is a closed form. source_tensors: this rank's, empty where it does not train.
-    node_of(rank): the machine a rank runs on. `sync` uses point-to-point messages alone.
+    hf_shapes: of every HF tensor of the model. node_of(rank): the machine a rank runs on. `sync` uses point-to-point
+    messages alone.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class WeightBridge:
         sources: Sequence[ShardGroup],
         source_tensors: LiveTensors,
         rollout: RolloutSide | None,
+        hf_shapes: Mapping[str, tuple[int, ...]],
         group: dist.ProcessGroup,
         bucket_bytes: int,
         node_of: Callable[[int], int],
@@ -58,6 +61,7 @@ class WeightBridge:
             _check_bound(rollout)
         destinations = _gather_groups(rollout, group)
         self._plan = make_plan(dist.get_rank(group), sources, destinations, node_of, relay)
+        self._verifier = Verifier(dist.get_rank(group), sources, destinations, hf_shapes)
         self._pads_zeroed_at: dict[str, int] = {}
 
     def sync(self) -> SyncStats:
@@ -67,6 +71,12 @@ class WeightBridge:
         self._zero_new_pads(destination)
         stats = execute(self._plan, source.__getitem__, destination.__getitem__, self._group, self._bucket_bytes)
         return SyncStats(stats.bytes_received, self._plan.lower_bound_bytes, self._plan.elements_bound)
+
+    def verify(self) -> None:
+        """Collective, after a sync: WeightMismatchError where vLLM's weights are not the actor's, bit for bit."""
+        source = self._source_tensors()
+        destination = self._rollout.tensors() if self._rollout is not None else {}
+        self._verifier.check(source.__getitem__, destination.__getitem__, self._group)
 
     def _zero_new_pads(self, destination: Mapping[str, Tensor]) -> None:
         """Pad rows are no one's Segment: zero them when their storage is new, as at the first sync."""

@@ -210,6 +210,8 @@ class DataSection(Section):
 class BridgeSection(Section):
     bucket_mib: Positive = 256
     """Staging memory of one bucket; a sync holds at most two."""
+    verify: NonNegative = 0
+    """Compare fingerprints of both sides at every n-th step's sync and at the first; 1 is every step, 0 never."""
     relay_within_node: bool = True
     """With several rollout replicas on a machine, a byte comes in from other machines once and is passed on inside."""
 

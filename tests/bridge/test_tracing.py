@@ -135,6 +135,7 @@ def unbound_parameter() -> str:
             [ShardGroup((0,), layout.segments)],
             lambda: live,
             RolloutSide(layout, lambda: live),
+            NAMES,
             group,
             1 << 20,
             lambda _rank: 0,

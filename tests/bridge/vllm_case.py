@@ -69,7 +69,7 @@ def bridged(path: str, out: str, tp: int, pp: int, rollout_tp: int, bucket_bytes
     assert group is not None
     sources = training_groups(bench.facts, bench.layout, transformer_engine=False)
     rollout_side = RolloutSide(layout, live)
-    bridge = WeightBridge(sources, bench.engine.parameters, rollout_side, group, bucket_bytes, lambda _rank: 0)
+    bridge = WeightBridge(sources, bench.engine.parameters, rollout_side, shapes, group, bucket_bytes, lambda _rank: 0)
 
     first = bridge.sync()
     rollout.reset_prefix_cache()
@@ -79,6 +79,7 @@ def bridged(path: str, out: str, tp: int, pp: int, rollout_tp: int, bucket_bytes
     bench.engine.train_step(micro, weighted_log_prob_loss)
     with recorded_communication() as sent:
         second = bridge.sync()
+    bridge.verify()
     rollout.reset_prefix_cache()
     result = {
         "stats": [first, second],
