@@ -94,7 +94,9 @@ class Bench:
         rank, world = dist.get_rank(), dist.get_world_size()
         sequence_parallel = options.pop("sequence_parallel", tp > 1)
         max_length = options.pop("max_length", 64)
-        self.layout = ParallelLayout(world, tp, pp, sequence_parallel=sequence_parallel)
+        self.layout = ParallelLayout(
+            world, tp, pp, sequence_parallel=sequence_parallel, first_stage_layers=options.pop("first_stage", None)
+        )
         self._kept_groups = set(dist.distributed_c10d._world.pg_map)
         with platform.megatron():
             initialise_megatron(self.layout, seed=1)

@@ -49,6 +49,38 @@ def test_logits_equal_transformers(
     assert (ours - oracle.hf_log_probs(path)).abs().max() <= 1e-4
 
 
+@pytest.mark.parametrize(
+    ("family", "heads", "kv_heads", "world", "tp", "pp", "first_stage"),
+    [
+        ("qwen2", 4, 1, 2, 2, 1, None),  # one KV group cut over both ranks
+        ("qwen3", 4, 2, 4, 4, 1, None),
+        ("llama", 4, 2, 2, 1, 2, 4),  # 4 + 2 layers
+        ("llama", 4, 2, 4, 2, 2, 1),
+    ],
+)
+def test_logits_of_kv_groups_fewer_than_ranks_and_uneven_stages(
+    gang: Callable[[int], Gang], tiny: Callable[..., str],
+    family: str, heads: int, kv_heads: int, world: int, tp: int, pp: int, first_stage: int | None,
+) -> None:  # fmt: skip
+    path = tiny(family, num_attention_heads=heads, num_key_value_heads=kv_heads)
+    ours = gang(world).run(cases.full_log_probs, path, tp, pp, SMALL, first_stage=first_stage)[0]
+    assert (ours - oracle.hf_log_probs(path)).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "pp", "kv_heads", "first_stage"), [(4, 4, 1, 2, None), (2, 2, 1, 1, None), (2, 1, 2, 2, 4)]
+)
+def test_gradients_of_kv_groups_fewer_than_ranks_and_uneven_stages(
+    gang: Callable[[int], Gang], tiny: Callable[..., str],
+    world: int, tp: int, pp: int, kv_heads: int, first_stage: int | None,
+) -> None:  # fmt: skip
+    path = tiny("qwen3", num_key_value_heads=kv_heads)
+    loss, expected = oracle.hf_gradients(path, "lm")
+    ours_loss, ours = gang(world).run(cases.gradients, path, tp, pp, "lm", SMALL, first_stage=first_stage)[0]
+    assert ours_loss == pytest.approx(loss, rel=1e-5)
+    assert max(relative(ours[name], expected[name]) for name in expected) <= 1e-5
+
+
 @pytest.mark.parametrize("head", ["lm", "value"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_gradients_do_not_depend_on_the_split(
