@@ -109,14 +109,16 @@ ONE_FAULT: list[tuple[list[str], list[str]]] = [
     (["model.path.x=1"], ["model.path is the value model", "set model.path"]),
     # the layout
     ([f"{PP}=3"], [f"{TP}=2 x {PP}=3 = 6", "world of 4", "multiple of 6"]),
-    ([f"{TP}=8", "trainer.nproc_per_node=8"], [f"{TP}=8", "num_key_value_heads=4", "largest that works is 4"]),
     (
         [f"{TP}=16", "trainer.nproc_per_node=16", "data.train_batch_size=16"],
-        [f"{TP}=16", "num_attention_heads=8", "works is 4"],
+        [f"{TP}=16", "num_attention_heads=8", "num_key_value_heads=4", "works is 8"],
     ),
     ([f"{TP}=3", "trainer.nproc_per_node=6"], [f"{TP}=3", "num_attention_heads=8", "works is 2"]),
     ([f"{PP}=4", "trainer.nproc_per_node=8"], [f"{PP}=4", "num_hidden_layers=6", "1, 2, 3, 6"]),
-    ([f"{PP}=8", "trainer.nproc_per_node=16", "data.train_batch_size=16"], [f"{PP}=8", "more than", "=6"]),
+    (
+        [f"{PP}=8", "trainer.nproc_per_node=16", "data.train_batch_size=16"],
+        [f"{PP}=8", "num_hidden_layers=6", "1, 2, 3, 6", "num_layers_in_first_pipeline_stage"],
+    ),
     (["rollout.tensor_model_parallel_size=8"], ["rollout.tensor_model_parallel_size=8", "world of 4", "1, 2, 4"]),
     (
         ["rollout.tensor_model_parallel_size=16", "trainer.nproc_per_node=16", "actor.ppo_mini_batch_size=8"],
