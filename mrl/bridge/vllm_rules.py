@@ -105,8 +105,13 @@ def _stack(boxes: list[_Box]) -> tuple[Segment, ...]:
     return tuple(segments)
 
 
+def padded_rows(facts: ModelFacts, tp: int) -> int:
+    """Vocabulary rows of a TP rank, padding included."""
+    return -(-facts.vocab_size // VOCAB_PADDING) * VOCAB_PADDING // tp
+
+
 def _vocabulary(facts: ModelFacts, name: str, tp: int, tp_rank: int) -> tuple[Segment, ...]:
-    per_rank = -(-facts.vocab_size // VOCAB_PADDING) * VOCAB_PADDING // tp
+    per_rank = padded_rows(facts, tp)
     first = tp_rank * per_rank
     rows = min(per_rank, facts.vocab_size - first)
     return _stack([(name, (first, 0), (rows, facts.hidden_size))]) if rows > 0 else ()
