@@ -102,20 +102,25 @@ def messages_of(pieces: list[Piece], limit: int) -> list[list[Piece]]:
 
 
 class _Staging:
-    """Accounts for the packed messages in flight; the bound is an invariant, not a hope."""
+    """The buffers of packed messages, used again and again; their bound is an invariant, not a hope."""
 
     def __init__(self, limit: int) -> None:
-        self._limit, self._held, self.peak = limit, 0, 0
+        self._limit, self.peak = limit, 0
+        self._free: list[Tensor] = []
 
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        buffer = torch.empty(numel, dtype=dtype, device=device)
-        self._held += buffer.nbytes
-        self.peak = max(self.peak, self._held)
-        assert self._held <= self._limit, f"{self._held} bytes staged, bound {self._limit}"
-        return buffer
+    def take(self, nbytes: int, device: torch.device) -> Tensor:
+        """At least `nbytes` bytes; of the free buffers that are large enough, the smallest."""
+        fitting = [k for k, buffer in enumerate(self._free) if buffer.nbytes >= nbytes]
+        if fitting:
+            return self._free.pop(min(fitting, key=lambda k: self._free[k].nbytes))
+        if self._free:
+            self.peak -= self._free.pop().nbytes
+        self.peak += nbytes
+        assert self.peak <= self._limit, f"{self.peak} bytes staged, bound {self._limit}"
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def release(self, buffer: Tensor) -> None:
-        self._held -= buffer.nbytes
+        self._free.append(buffer)
 
 
 class _Exchanger:
@@ -163,7 +168,7 @@ class _Turn:
         staging: _Staging,
         group: dist.ProcessGroup | None,
     ) -> None:
-        self._staged: list[Tensor] = []
+        self._rooms: list[Tensor] = []
         self._unpack: list[tuple[Tensor, Tensor]] = []
         self.receive_bytes = 0
         operations = []
@@ -181,28 +186,31 @@ class _Turn:
         views = [segment_view(source(piece.parameter), piece.segment) for piece in pieces]
         if len(views) == 1 and views[0].is_contiguous() and views[0].dtype == dtype:
             return views[0].view(-1)
-        parts = self._stage(views, dtype, staging)
+        buffer, parts = self._stage(views, dtype, staging)
         torch._foreach_copy_(parts, views)
-        return self._staged[-1]
+        return buffer
 
     def _target(self, pieces: list[Piece], destination: Tensors, staging: _Staging) -> Tensor:
         views = [segment_view(destination(piece.parameter), piece.segment) for piece in pieces]
         if len(views) == 1 and views[0].is_contiguous():
             return views[0].view(-1)
-        self._unpack = list(zip(views, self._stage(views, views[0].dtype, staging), strict=True))
-        return self._staged[-1]
+        buffer, parts = self._stage(views, views[0].dtype, staging)
+        self._unpack = list(zip(views, parts, strict=True))
+        return buffer
 
-    def _stage(self, views: list[Tensor], dtype: torch.dtype, staging: _Staging) -> list[Tensor]:
+    def _stage(self, views: list[Tensor], dtype: torch.dtype, staging: _Staging) -> tuple[Tensor, list[Tensor]]:
         """A flat buffer for `views`, and its parts in their shapes."""
         sizes = [view.numel() for view in views]
-        buffer = staging.take(sum(sizes), dtype, views[0].device)
-        self._staged.append(buffer)
-        return [part.view(view.shape) for part, view in zip(buffer.split(sizes), views, strict=True)]
+        nbytes = sum(sizes) * dtype.itemsize
+        room = staging.take(nbytes, views[0].device)
+        self._rooms.append(room)
+        buffer = room[:nbytes].view(dtype)
+        return buffer, [part.view(view.shape) for part, view in zip(buffer.split(sizes), views, strict=True)]
 
     def finish(self, staging: _Staging) -> None:
         for request in self._requests:
             request.wait()
         if self._unpack:
             torch._foreach_copy_([view for view, _ in self._unpack], [part for _, part in self._unpack])
-        for buffer in self._staged:
-            staging.release(buffer)
+        for room in self._rooms:
+            staging.release(room)
