@@ -89,6 +89,32 @@ def initialise_distributed(backend: str, timeout_s: float = 1800.0) -> tuple[int
     return dist.get_rank(), dist.get_world_size()
 
 
+def initialise_disjoint(backend: str, training_world: int, timeout_s: float = 1800.0) -> dist.ProcessGroup:
+    """Start one default group of the first `training_world` ranks of torchrun's world and another of the others.
+
+    Megatron-Core and vLLM each build their groups over the whole default world, so where other ranks train than serve,
+    each side has its own. Returns the group that spans both sides, in torchrun's rank numbers (for the bridge).
+    RANK and WORLD_SIZE are set to the side's, as vLLM reads them.
+    """
+    from torch.distributed import distributed_c10d
+
+    store, rank, world = next(dist.rendezvous("env://"))
+    timeout = datetime.timedelta(seconds=timeout_s)
+    trains = rank < training_world
+    first = 0 if trains else training_world
+    size = training_world if trains else world - training_world
+    side = dist.PrefixStore("training" if trains else "rollout", store)
+    dist.init_process_group(backend, store=side, rank=rank - first, world_size=size, timeout=timeout)
+    os.environ |= {"RANK": str(rank - first), "WORLD_SIZE": str(size)}
+    # torch's public functions make groups within the default world only; this is the constructor beneath them.
+    spanning, _ = distributed_c10d._new_process_group_helper(
+        world, rank, [], backend, dist.PrefixStore("spanning", store), group_name="spanning", timeout=timeout
+    )
+    # torch looks up this rank's number in the group by its default rank; ranks of the other side get the numbers after.
+    distributed_c10d._world.pg_group_ranks[spanning] = {(r - first) % world: r for r in range(world)}
+    return spanning
+
+
 def node_of(rank: int) -> int:
     """The machine a rank runs on: torchrun numbers ranks machine by machine, equally many on each."""
     return rank // int(os.environ["LOCAL_WORLD_SIZE"])

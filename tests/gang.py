@@ -15,7 +15,8 @@ class GangError(AssertionError):
     """A rank raised; the message holds its traceback."""
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port that nobody listens on."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
@@ -58,7 +59,7 @@ class Gang:
     def __init__(self, world: int) -> None:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["tests.preload"])
-        port = _free_port()
+        port = free_port()
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world):

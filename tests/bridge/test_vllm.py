@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.bridge import vllm_case
-from tests.gang import Gang
+from tests.gang import Gang, free_port
 
 CASES = {
     # name: (family, config changes, world, tp, pp, rollout tp). Vocabulary 151 is odd; vLLM's CPU attention wants
@@ -74,10 +74,7 @@ def test_the_closed_form_is_what_the_trace_gives(case: dict[str, Any]) -> None:
 
 def test_log_probs_follow_the_weights(case: dict[str, Any]) -> None:
     """vLLM computes the trained model after the second sync (fp32: 2e-4), and computed another one before."""
-    model = AutoModelForCausalLM.from_pretrained(case["out"], dtype=torch.float64)
-    tokens = torch.tensor(vllm_case.FIXED)
-    with torch.no_grad():
-        log_p = model(tokens[None]).logits[0].log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
+    log_p = vllm_case.reference_log_probs(case["out"])
     for result in case["results"]:
         before, after = (torch.tensor(x, dtype=torch.float64) for x in result["prompt_log_probs"])
         assert (after - log_p).abs().max() <= 2e-4
@@ -113,6 +110,27 @@ def test_samples_and_their_log_probs(case: dict[str, Any]) -> None:
 def test_finished_samples_come_out_while_others_generate(case: dict[str, Any]) -> None:
     finished_early = [left for result in case["results"] for left in result["running"] if left > 0]
     assert finished_early, "on_finished was only called at the end"
+
+
+def test_disjoint_ranks(tiny: Callable[..., str], tmp_path: Path) -> None:
+    """Ranks 0-1 train and 2-3 serve: every byte travels, once, and vLLM computes the trained model."""
+    path = tiny("qwen2", hidden_size=128, head_dim=32, tie_word_embeddings=True)
+    gang = Gang(4)
+    results = gang.run(vllm_case.disjoint, path, str(tmp_path / "hf"), free_port())
+    gang.close()
+    gang = Gang(2)
+    fresh = gang.run(vllm_case.fresh_parameters, str(tmp_path / "hf"), 2)
+    gang.close()
+    for rank, result in enumerate(results):
+        assert result["stats"].bytes_received == result["stats"].lower_bound_bytes
+        assert result["stats"].bytes_received == 4 * result["stats"].elements_bound
+        assert (result["stats"].bytes_received > 0) == (rank >= 2)
+    for result, expected in zip(results[2:], fresh, strict=True):
+        assert result["parameters"].keys() == expected.keys()
+        for name, tensor in result["parameters"].items():
+            assert torch.equal(tensor, expected[name]), name
+        log_p = vllm_case.reference_log_probs(tmp_path / "hf")
+        assert (torch.tensor(result["prompt_log_probs"], dtype=torch.float64) - log_p).abs().max() <= 2e-4
 
 
 def test_samples_do_not_depend_on_the_replica(tiny: Callable[..., str], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from converters.export import export_hf
 from converters.rules.dense import hf_tensor_shapes
+from converters.rules.families import facts_of
 from mrl.bridge.megatron_layout import training_groups
-from mrl.bridge.sync import RolloutSide, WeightBridge
+from mrl.bridge.sync import LiveTensors, RolloutSide, WeightBridge
 from mrl.bridge.vllm_layout import HF_SHAPES, LOAD_FORMAT, prove_by_read_back, register_traced_loader, vllm_parameters
 from mrl.bridge.vllm_rules import rollout_layout
 from mrl.config.schema import OptimSection, RolloutSection
+from mrl.parallel import ParallelLayout, initialise_disjoint, shut_down_distributed
 from mrl.rollout.engine import Completion, RolloutEngine, check_replica_agrees
 from tests.engine.cases import LENGTHS, Bench, token_weights, weighted_log_prob_loss
 from tests.rollout.engine_case import sample_rounds
@@ -46,6 +50,14 @@ def start_vllm(path: str, rollout_tp: int, load_format: str, loader_config: dict
         loader_config=loader_config,
         before_build=register_traced_loader,
     )
+
+
+def reference_log_probs(path: Path) -> Tensor:
+    """Of FIXED, by transformers in fp64."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    tokens = torch.tensor(FIXED)
+    with torch.no_grad():
+        return model(tokens[None]).logits[0].log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
 
 
 def fresh_parameters(path: str, rollout_tp: int) -> dict[str, Tensor]:
@@ -97,6 +109,39 @@ def bridged(path: str, out: str, tp: int, pp: int, rollout_tp: int, bucket_bytes
         Path(path), Path(out), shapes, sources, bench.engine.parameters(), group, torch.float32, torch.device("cpu"),
         max_shard_bytes=200_000,
     )  # fmt: skip
+    return result
+
+
+def disjoint(path: str, out: str, port: int) -> dict[str, Any]:
+    """Ranks 0-1 train (TP2), ranks 2-3 serve (TP2): neither has the other's groups, engine or parameters."""
+    shut_down_distributed()
+    os.environ["MASTER_PORT"] = str(port)
+    rank = int(os.environ["RANK"])
+    group = initialise_disjoint("gloo", training_world=2, timeout_s=120)
+    facts = facts_of(path)
+    shapes = hf_tensor_shapes(facts)
+    layout = ParallelLayout(2, 2)
+    sources = training_groups(facts, layout, transformer_engine=False)
+    rollout_side = None
+    training: LiveTensors = dict
+    if rank < 2:
+        training = Bench(path, 2, 1, "lm").engine.parameters
+    else:
+        rollout = start_vllm(path, 2, LOAD_FORMAT, {HF_SHAPES: shapes})
+        rollout_side = RolloutSide(rollout.model.mrl_layout, lambda: dict(vllm_parameters(rollout.model)))
+        prove_by_read_back(rollout_side.layout, rollout_side.tensors(), shapes)
+    bridge = WeightBridge(sources, training, rollout_side, shapes, group, 1 << 16, lambda _rank: 0)
+    stats = bridge.sync()
+    bridge.verify()
+    result: dict[str, Any] = {"stats": stats, "parameters": {}}
+    if rollout_side is None:
+        assert dist.group.WORLD is not None
+        export_hf(
+            Path(path), Path(out), shapes, sources, training(), dist.group.WORLD, torch.float32, torch.device("cpu")
+        )
+    else:
+        result["parameters"] = {name: tensor.clone() for name, tensor in rollout_side.tensors().items()}
+        result["prompt_log_probs"] = rollout.prompt_log_probs(FIXED)
     return result
 
 
