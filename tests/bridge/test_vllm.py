@@ -17,12 +17,13 @@ from tests.bridge import vllm_case
 from tests.gang import Gang, free_port
 
 CASES = {
-    # name: (family, config changes, world, tp, pp, rollout tp). Vocabulary 151 is odd; vLLM's CPU attention wants
-    # head_dim 32.
-    "tp2-to-tp2": ("qwen2", {"hidden_size": 128, "head_dim": 32, "tie_word_embeddings": True}, 2, 2, 1, 2),
-    "pp2-to-tp1dp2": ("llama", {"head_dim": 32}, 2, 1, 2, 1),
-    "dp2-to-tp2": ("qwen3", {"head_dim": 32}, 2, 1, 1, 2),
-    "tp2pp2-to-tp2dp2": ("qwen2", {"hidden_size": 128, "head_dim": 32, "tie_word_embeddings": True}, 4, 2, 2, 2),
+    # name: (family, config changes, world, tp, pp, rollout tp, layers of the first stage). Vocabulary 151 is odd;
+    # vLLM's CPU attention wants head_dim 32.
+    "tp2-to-tp2": ("qwen2", {"hidden_size": 128, "head_dim": 32, "tie_word_embeddings": True}, 2, 2, 1, 2, None),
+    "pp2-to-tp1dp2": ("llama", {"head_dim": 32}, 2, 1, 2, 1, None),
+    "dp2-to-tp2": ("qwen3", {"head_dim": 32}, 2, 1, 1, 2, None),
+    "tp2pp2-to-tp2dp2": ("qwen2", {"hidden_size": 128, "head_dim": 32, "tie_word_embeddings": True}, 4, 2, 2, 2, None),
+    "uneven-pp2-to-tp2-one-kv-head": ("llama", {"head_dim": 32, "num_key_value_heads": 1}, 2, 1, 2, 2, 1),
 }
 
 
@@ -30,11 +31,11 @@ CASES = {
 def case(
     request: pytest.FixtureRequest, tiny: Callable[..., str], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
-    family, changes, world, tp, pp, rollout_tp = CASES[request.param]
+    family, changes, world, tp, pp, rollout_tp, first_stage = CASES[request.param]
     path = tiny(family, **changes)
     out = tmp_path_factory.mktemp("export") / "hf"
     gang = Gang(world)
-    results = gang.run(vllm_case.bridged, path, str(out), tp, pp, rollout_tp, 1 << 16)
+    results = gang.run(vllm_case.bridged, path, str(out), tp, pp, rollout_tp, 1 << 16, first_stage)
     gang.close()
     gang = Gang(rollout_tp)
     fresh = gang.run(vllm_case.fresh_parameters, str(out), rollout_tp)
@@ -113,24 +114,28 @@ def test_finished_samples_come_out_while_others_generate(case: dict[str, Any]) -
 
 
 def test_disjoint_ranks(tiny: Callable[..., str], tmp_path: Path) -> None:
-    """Ranks 0-1 train and 2-3 serve: every byte travels, once, and vLLM computes the trained model."""
+    """Ranks 0-1 train in fp32 and 2-3 serve in bf16: every byte travels, once, after the cast, as vLLM would cast it.
+
+    The log-probs show only that vLLM computes this model (bf16 rounds to 2^-9 a step; measured 0.07); the bits are compared above.
+    """
     path = tiny("qwen2", hidden_size=128, head_dim=32, tie_word_embeddings=True)
     gang = Gang(4)
     results = gang.run(vllm_case.disjoint, path, str(tmp_path / "hf"), free_port())
     gang.close()
     gang = Gang(2)
-    fresh = gang.run(vllm_case.fresh_parameters, str(tmp_path / "hf"), 2)
+    fresh = gang.run(vllm_case.fresh_parameters, str(tmp_path / "hf"), 2, "bfloat16")
     gang.close()
     for rank, result in enumerate(results):
         assert result["stats"].bytes_received == result["stats"].lower_bound_bytes
-        assert result["stats"].bytes_received == 4 * result["stats"].elements_bound
+        assert result["stats"].bytes_received == 2 * result["stats"].elements_bound
         assert (result["stats"].bytes_received > 0) == (rank >= 2)
     for result, expected in zip(results[2:], fresh, strict=True):
         assert result["parameters"].keys() == expected.keys()
         for name, tensor in result["parameters"].items():
+            assert tensor.dtype == torch.bfloat16
             assert torch.equal(tensor, expected[name]), name
         log_p = vllm_case.reference_log_probs(tmp_path / "hf")
-        assert (torch.tensor(result["prompt_log_probs"], dtype=torch.float64) - log_p).abs().max() <= 2e-4
+        assert (torch.tensor(result["prompt_log_probs"], dtype=torch.float64) - log_p).abs().max() <= 0.15
 
 
 def test_samples_do_not_depend_on_the_replica(tiny: Callable[..., str], tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -34,10 +34,16 @@ EOS = [2, 77]
 FIXED = list(range(3, 27))
 
 
-def start_vllm(path: str, rollout_tp: int, load_format: str, loader_config: dict[str, Any]) -> RolloutEngine:
+def start_vllm(
+    path: str,
+    rollout_tp: int,
+    load_format: str,
+    loader_config: dict[str, Any],
+    dtype: Literal["float32", "bfloat16"] = "float32",
+) -> RolloutEngine:
     from mrl.platform import select_platform
 
-    section = RolloutSection(tensor_model_parallel_size=rollout_tp, dtype="float32", temperature=TEMPERATURE)
+    section = RolloutSection(tensor_model_parallel_size=rollout_tp, dtype=dtype, temperature=TEMPERATURE)
     return RolloutEngine(
         path,
         section,
@@ -60,15 +66,19 @@ def reference_log_probs(path: Path) -> Tensor:
         return model(tokens[None]).logits[0].log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
 
 
-def fresh_parameters(path: str, rollout_tp: int) -> dict[str, Tensor]:
+def fresh_parameters(
+    path: str, rollout_tp: int, dtype: Literal["float32", "bfloat16"] = "float32"
+) -> dict[str, Tensor]:
     """Parameters of a vLLM that loaded the HF directory by its own means."""
-    engine = start_vllm(path, rollout_tp, "auto", {})
+    engine = start_vllm(path, rollout_tp, "auto", {}, dtype)
     return {name: tensor.clone() for name, tensor in vllm_parameters(engine.model)}
 
 
-def bridged(path: str, out: str, tp: int, pp: int, rollout_tp: int, bucket_bytes: int) -> dict[str, Any]:
+def bridged(
+    path: str, out: str, tp: int, pp: int, rollout_tp: int, bucket_bytes: int, first_stage: int | None = None
+) -> dict[str, Any]:
     """Sync, train a step, sync again, export; returns what the test compares. Run once in a gang."""
-    bench = Bench(path, tp, pp, "lm", optim=OptimSection(lr=1e-2))
+    bench = Bench(path, tp, pp, "lm", optim=OptimSection(lr=1e-2), first_stage=first_stage)
     shapes = hf_tensor_shapes(bench.facts)
     rollout = start_vllm(path, rollout_tp, LOAD_FORMAT, {HF_SHAPES: shapes})
     layout = rollout.model.mrl_layout
@@ -113,7 +123,7 @@ def bridged(path: str, out: str, tp: int, pp: int, rollout_tp: int, bucket_bytes
 
 
 def disjoint(path: str, out: str, port: int) -> dict[str, Any]:
-    """Ranks 0-1 train (TP2), ranks 2-3 serve (TP2): neither has the other's groups, engine or parameters."""
+    """Ranks 0-1 train (TP2, fp32), ranks 2-3 serve (TP2, bf16): neither has the other's groups or parameters."""
     shut_down_distributed()
     os.environ["MASTER_PORT"] = str(port)
     rank = int(os.environ["RANK"])
@@ -127,7 +137,7 @@ def disjoint(path: str, out: str, port: int) -> dict[str, Any]:
     if rank < 2:
         training = Bench(path, 2, 1, "lm").engine.parameters
     else:
-        rollout = start_vllm(path, 2, LOAD_FORMAT, {HF_SHAPES: shapes})
+        rollout = start_vllm(path, 2, LOAD_FORMAT, {HF_SHAPES: shapes}, "bfloat16")
         rollout_side = RolloutSide(rollout.model.mrl_layout, lambda: dict(vllm_parameters(rollout.model)))
         prove_by_read_back(rollout_side.layout, rollout_side.tensors(), shapes)
     bridge = WeightBridge(sources, training, rollout_side, shapes, group, 1 << 16, lambda _rank: 0)
