@@ -116,7 +116,8 @@ def test_finished_samples_come_out_while_others_generate(case: dict[str, Any]) -
 def test_disjoint_ranks(tiny: Callable[..., str], tmp_path: Path) -> None:
     """Ranks 0-1 train in fp32 and 2-3 serve in bf16: every byte travels, once, after the cast, as vLLM would cast it.
 
-    The log-probs show only that vLLM computes this model (bf16 rounds to 2^-9 a step; measured 0.07); the bits are compared above.
+    The log-probs show only that vLLM computes this model (bf16 rounds to 2^-9 a step; measured 0.07); the bits are
+    compared before.
     """
     path = tiny("qwen2", hidden_size=128, head_dim=32, tie_word_embeddings=True)
     gang = Gang(4)

@@ -31,6 +31,7 @@ SAMPLES = 2
 MAX_RESPONSE = 12
 TEMPERATURE = 0.7
 EOS = [2, 77]
+Dtype = Literal["float32", "bfloat16"]
 FIXED = list(range(3, 27))
 
 
@@ -39,7 +40,7 @@ def start_vllm(
     rollout_tp: int,
     load_format: str,
     loader_config: dict[str, Any],
-    dtype: Literal["float32", "bfloat16"] = "float32",
+    dtype: Dtype = "float32",
 ) -> RolloutEngine:
     from mrl.platform import select_platform
 
@@ -66,9 +67,7 @@ def reference_log_probs(path: Path) -> Tensor:
         return model(tokens[None]).logits[0].log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
 
 
-def fresh_parameters(
-    path: str, rollout_tp: int, dtype: Literal["float32", "bfloat16"] = "float32"
-) -> dict[str, Tensor]:
+def fresh_parameters(path: str, rollout_tp: int, dtype: Dtype = "float32") -> dict[str, Tensor]:
     """Parameters of a vLLM that loaded the HF directory by its own means."""
     engine = start_vllm(path, rollout_tp, "auto", {}, dtype)
     return {name: tensor.clone() for name, tensor in vllm_parameters(engine.model)}
