@@ -61,22 +61,27 @@ class WeightBridge:
             _check_bound(rollout)
         destinations = _gather_groups(rollout, group)
         self._plan = make_plan(dist.get_rank(group), sources, destinations, node_of, relay)
+        self._forms = [_forms(side) for side in self._live()]
         self._verifier = Verifier(dist.get_rank(group), sources, destinations, hf_shapes)
         self._pads_zeroed_at: dict[str, int] = {}
 
     def sync(self) -> SyncStats:
         """Collective: bring vLLM's parameters to the actor's current weights."""
-        source = self._source_tensors()
-        destination = self._rollout.tensors() if self._rollout is not None else {}
+        source, destination = self._live()
+        for side, before in zip((source, destination), self._forms, strict=True):
+            _check_unchanged(before, _forms(side))
         self._zero_new_pads(destination)
         stats = execute(self._plan, source.__getitem__, destination.__getitem__, self._group, self._bucket_bytes)
         return SyncStats(stats.bytes_received, self._plan.lower_bound_bytes, self._plan.elements_bound)
 
     def verify(self) -> None:
         """Collective, after a sync: WeightMismatchError where vLLM's weights are not the actor's, bit for bit."""
-        source = self._source_tensors()
-        destination = self._rollout.tensors() if self._rollout is not None else {}
+        source, destination = self._live()
         self._verifier.check(source.__getitem__, destination.__getitem__, self._group)
+
+    def _live(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+        """Both sides' tensors as they are now."""
+        return self._source_tensors(), self._rollout.tensors() if self._rollout is not None else {}
 
     def _zero_new_pads(self, destination: Mapping[str, Tensor]) -> None:
         """Pad rows are no one's Segment: zero them when their storage is new, as at the first sync."""
@@ -84,6 +89,23 @@ class WeightBridge:
             if self._pads_zeroed_at.get(name) != destination[name].data_ptr():
                 destination[name].zero_()
                 self._pads_zeroed_at[name] = destination[name].data_ptr()
+
+
+_Form = tuple[tuple[int, ...], tuple[int, ...], str]
+"""(shape, strides, dtype): what a plan relies on; where the storage lies it does not."""
+
+
+def _forms(tensors: Mapping[str, Tensor]) -> dict[str, _Form]:
+    return {name: (tuple(t.shape), t.stride(), str(t.dtype)) for name, t in tensors.items()}
+
+
+def _check_unchanged(before: Mapping[str, _Form], now: Mapping[str, _Form]) -> None:
+    for name in before.keys() | now.keys():
+        if before.get(name) != now.get(name):
+            raise LayoutError(
+                f"{name}: (shape, strides, dtype) was {before.get(name)} when the weight sync was planned and is "
+                f"{now.get(name)} now; a re-laid parameter cannot be synchronised"
+            )
 
 
 def _check_bound(rollout: RolloutSide) -> None:

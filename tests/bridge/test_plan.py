@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable
@@ -214,9 +215,21 @@ def test_messages_are_bounded_and_complete(shapes: list[tuple[int, int]], limit:
     assert all(count.eq(1).all() for count in seen.values())
 
 
-def transported(case: Case, bucket_bytes: int) -> dict[str, Any]:
-    """Run in a gang: execute this rank's plan over gloo, twice, the second time from changed weights."""
+def transported(case: Case, bucket_bytes: int, longest_delay_s: float = 0.0) -> dict[str, Any]:
+    """Run in a gang: execute this rank's plan over gloo, twice, the second time from changed weights.
+
+    longest_delay_s: each rank stops for a random time up to this one at every look-up of a parameter.
+    """
     import torch.distributed as dist
+
+    delays = random.Random(dist.get_rank())
+
+    def late(tensors: dict[str, torch.Tensor]) -> Callable[[str], torch.Tensor]:
+        def look_up(name: str) -> torch.Tensor:
+            time.sleep(delays.uniform(0.0, longest_delay_s))
+            return tensors[name]
+
+        return look_up
 
     rank = dist.get_rank()
     plan = case.plans()[rank]
@@ -226,7 +239,7 @@ def transported(case: Case, bucket_bytes: int) -> dict[str, Any]:
     equal, stats = True, None
     for scale in (1.0, -2.0):
         scaled = {name: tensor * scale for name, tensor in source.items()}
-        stats = execute(plan, scaled.__getitem__, target.__getitem__, dist.group.WORLD, bucket_bytes)
+        stats = execute(plan, late(scaled), late(target), dist.group.WORLD, bucket_bytes)
         equal &= all(
             torch.equal(simulate.segment_view(target[name], s), (simulate.box_of(weights, s) * scale).to(dtype))
             for name, segments in shard.items()
@@ -259,3 +272,12 @@ def test_transport_over_gloo(gang: Callable[[int], Gang], name: str, bucket_byte
         assert result["stats"].bytes_received == result["bound"]
         assert result["stats"].peak_staging_bytes <= 2 * bucket_bytes
     assert sum(result["stats"].bytes_received for result in results) > 0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_may_run_at_any_pace(gang: Callable[[int], Gang], name: str) -> None:
+    """Nothing depends on who comes first: ranks stop at random between messages, and the bits are the same."""
+    case = CASES[name]
+    for result in gang(case.world).run(transported, case, 2048, 0.003):
+        assert result["equal"]
+        assert result["stats"].bytes_received == result["bound"]
