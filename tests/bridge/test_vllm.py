@@ -139,6 +139,21 @@ def test_disjoint_ranks(tiny: Callable[..., str], tmp_path: Path) -> None:
         assert (torch.tensor(result["prompt_log_probs"], dtype=torch.float64) - log_p).abs().max() <= 0.15
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_rollout_pipeline_stages(tiny: Callable[..., str], tied: bool) -> None:
+    """TP2 to vLLM PP2 over 5 layers: traced as the closed form says, filled with the checkpoint's bits at the bound."""
+    path = tiny("llama", head_dim=32, num_hidden_layers=5, tie_word_embeddings=tied)
+    gang = Gang(2)
+    results = gang.run(vllm_case.pipelined, path)
+    gang.close()
+    for result in results:
+        assert result["layout"] == result["closed_form"]
+        assert result["wrong"] == []
+        assert 0 < result["stats"].bytes_received == result["stats"].lower_bound_bytes
+    embeddings = ["model.embed_tokens.weight" in result["layout"] for result in results]
+    assert embeddings == [True, tied]
+
+
 def test_samples_do_not_depend_on_the_replica(tiny: Callable[..., str], tmp_path: Path) -> None:
     """One replica of TP2 and two of TP1 draw the same tokens: seeds belong to samples, not to engines."""
     path = tiny("llama", head_dim=32)

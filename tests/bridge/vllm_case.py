@@ -10,10 +10,12 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from converters.export import export_hf
+from converters.load import segment_view
 from converters.rules.dense import hf_tensor_shapes
 from converters.rules.families import facts_of
 from mrl.bridge.megatron_layout import training_groups
@@ -152,6 +154,46 @@ def disjoint(path: str, out: str, port: int) -> dict[str, Any]:
         result["parameters"] = {name: tensor.clone() for name, tensor in rollout_side.tensors().items()}
         result["prompt_log_probs"] = rollout.prompt_log_probs(FIXED)
     return result
+
+
+def pipelined(path: str) -> dict[str, Any]:
+    """vLLM over two pipeline stages, filled from TP2. No generation: vLLM's CPU runner has none with stages."""
+    from mrl.platform import select_platform
+
+    bench = Bench(path, 2, 1, "lm")
+    shapes = hf_tensor_shapes(bench.facts)
+    platform = select_platform("cpu")
+    os.environ.update(platform.vllm_environment(1))
+    from vllm import LLM
+
+    platform.prepare_vllm()
+    register_traced_loader()
+    engine = LLM(
+        model=path, dtype="float32", pipeline_parallel_size=2, distributed_executor_backend="external_launcher",
+        max_model_len=48, skip_tokenizer_init=True, enforce_eager=True, load_format=LOAD_FORMAT,
+        model_loader_extra_config={HF_SHAPES: shapes},
+    )  # fmt: skip
+    model = engine.llm_engine.model_executor.driver_worker.worker.model_runner.model
+    rollout = RolloutSide(model.mrl_layout, lambda: dict(vllm_parameters(model)))
+    prove_by_read_back(rollout.layout, rollout.tensors(), shapes)
+    sources = training_groups(bench.facts, bench.layout, transformer_engine=False)
+    assert dist.group.WORLD is not None
+    bridge = WeightBridge(sources, bench.engine.parameters, rollout, shapes, dist.group.WORLD, 1 << 16, lambda _rank: 0)
+    stats = bridge.sync()
+    weights = load_file(Path(path) / "model.safetensors")
+    return {
+        "stats": stats,
+        "layout": rollout.layout.segments,
+        "closed_form": rollout_layout(bench.facts, 1, 0, pp=2, pp_rank=dist.get_rank()),
+        "wrong": [
+            f"{name}: {segment.hf_name}"
+            for name, segments in rollout.layout.segments.items()
+            for segment in segments
+            if not torch.equal(
+                segment_view(rollout.tensors()[name], segment), weights[segment.hf_name][segment.box.slices]
+            )
+        ],
+    }
 
 
 def planted_disagreement() -> str:
